@@ -1,0 +1,176 @@
+"""Train a one-million-parameter search agent on a laptop, in a few minutes.
+
+The agent answers two- to four-hop questions about countries by calling a search engine. It is
+warm-started on episodes of an error-prone scripted agent and then trained from outcomes alone.
+
+    python scripts/train.py --config configs/quickstart.py --workdir runs/focus
+    python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo
+
+The argument names the method: focus (default), focus_summarize (FOCUS with a context that the
+policy itself has to compact), grpo, vineppo, ppo. All of them get the same number of generated
+tokens per step.
+"""
+
+import ml_collections
+
+METHODS = ("focus", "focus_summarize", "grpo", "vineppo", "ppo")
+
+
+def get_config(method: str = "focus") -> ml_collections.ConfigDict:
+    """The configuration of `method`; every key that can be set is here."""
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+    c = ml_collections.ConfigDict()
+    c.method = method
+    c.seed = 0
+    c.steps = 40
+    c.budget = 3000  # tokens that the policy may generate in a step, however they are spent
+    c.cache_dir = ""  # where warm starts are kept; "" is $FOCUS_CACHE or ~/.cache/focus
+
+    c.task = ml_collections.ConfigDict()
+    c.task.name = "deep_search"
+    c.task.world = "real"  # real: countryinfo's tables; fictional: invented ones; or a JSON file
+    c.task.seed = 0
+    c.task.num_countries = 40  # of a fictional world
+    c.task.hops = (2, 4)
+    c.task.max_turns = 7
+    c.task.num_train = 2000
+    c.task.num_heldout = 200
+    c.task.snippet_words = 5
+
+    c.model = ml_collections.ConfigDict()
+    c.model.vocab_size = 768
+    c.model.d_model = 128
+    c.model.num_layers = 4
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 32
+    c.model.d_ff = 384
+    c.model.max_context = 384
+    c.model.rope_theta = 1e4
+    c.model.scan_unroll = 4
+    c.model.chat_format = "compact"
+
+    c.warm_start = ml_collections.ConfigDict()
+    c.warm_start.seed = 0  # runs of different seeds start from the same policy; None: the run's
+    c.warm_start.episodes = 6000
+    c.warm_start.worlds = 20  # fictional worlds beside the real one
+    c.warm_start.real_fraction = 0.5
+    c.warm_start.steps = 400
+    c.warm_start.batch_rows = 16
+    c.warm_start.learning_rate = 3e-3
+    c.warm_start.observation_weight = 0.1  # loss weight of tokens that the policy only reads
+
+    c.rollout = ml_collections.ConfigDict()
+    c.rollout.engine = "embedded"
+    c.rollout.max_running = 64
+    c.rollout.retained = 192  # finished sequences whose keys and values wait for a branch
+    c.rollout.decode_steps = 8
+    c.rollout.temperature = 1.0
+    c.rollout.top_p = 1.0
+    c.rollout.top_k = -1
+    c.rollout.max_turn_tokens = 24
+    c.rollout.max_summary_tokens = 32
+    c.rollout.episode_tokens = 40  # expected of one episode before the first is played
+    c.rollout.group_size = 4  # base rollouts of one task
+    c.rollout.attempts = 3  # tries of a request before its rollout counts as failed
+    c.rollout.timeout_s = 120.0
+
+    c.context = ml_collections.ConfigDict()
+    c.context.manager = "full"  # full, or summarize: the policy compacts what passes the limit
+    c.context.limit = 140
+
+    c.branching = ml_collections.ConfigDict()
+    c.branching.rule = "expected_error_reduction"
+    c.branching.base_fraction = 0.5  # share of the budget that base rollouts are launched for
+    c.branching.rounds = 2
+    c.branching.ks = (1, 2, 4)
+    c.branching.max_per_state = 4
+
+    c.critic = ml_collections.ConfigDict()
+    c.critic.enabled = True
+    c.critic.backbone = "policy"  # policy: reads the policy's hidden states; own: a model of its own
+    c.critic.uncertainty = "ensemble"  # ensemble, or posterior over a last linear layer
+    c.critic.value = "bernoulli"  # bernoulli, or hl_gauss for rewards other than 0/1
+    c.critic.members = 8
+    c.critic.width = 64
+    c.critic.prior_scale = 1.0
+    c.critic.learning_rate = 1e-3
+    c.critic.epochs = 4
+    c.critic.capacity = 2048  # states that are remembered
+    c.critic.evidence_bucket = 1024
+    c.critic.replay_steps = 4
+    c.critic.lambda_ = 1.0
+    c.critic.values_from = "before"  # before, crossfit, after: whose outcomes a baseline may know
+    c.critic.refine = "joint"  # none, local, joint: how branches enter the values
+
+    c.credit = ml_collections.ConfigDict()
+    c.credit.estimator = "focus"
+    c.credit.discount = 1.0
+    c.credit.lambda_ = 0.95
+    c.credit.lambda_mode = "fixed"
+    c.credit.truncation = "bootstrap"
+    c.credit.whiten = False
+    c.credit.train_on_branches = True
+    c.credit.branch_weight = 1.0
+
+    c.learner = ml_collections.ConfigDict()
+    c.learner.learning_rate = 1e-3
+    c.learner.schedule = "constant"
+    c.learner.schedule_steps = 0
+    c.learner.warmup_steps = 4
+    c.learner.weight_decay = 0.0
+    c.learner.max_grad_norm = 1.0
+    c.learner.clip_low = 0.2
+    c.learner.clip_high = 0.28
+    c.learner.importance_cap = 2.0
+    c.learner.kl_coefficient = 0.0
+    c.learner.entropy_coefficient = 0.0
+    c.learner.minibatches = 2
+    c.learner.epochs = 1
+    c.learner.micro_rows = 8
+    c.learner.row_length = 512
+    c.learner.max_nodes = 32
+    c.learner.max_states = 64
+    c.learner.row_buckets = (256, 512, 1024)  # trajectories of a step, padded
+    c.learner.state_bucket = 512
+
+    c.mesh = ml_collections.ConfigDict()
+    c.mesh.data = -1
+    c.mesh.fsdp = 1
+    c.mesh.tensor = 1
+
+    c.evaluate = ml_collections.ConfigDict()
+    c.evaluate.every = 10
+    c.evaluate.num_tasks = 200
+    c.evaluate.temperature = 1.0
+
+    c.checkpoint = ml_collections.ConfigDict()
+    c.checkpoint.every = 5
+    c.checkpoint.keep_last = 2
+    c.checkpoint.keep_best = 1
+
+    c.log = ml_collections.ConfigDict()
+    c.log.tensorboard = False
+    c.log.wandb = ""  # W&B project; "" is off
+    c.log.tree_tasks = 2  # tasks of a step whose trajectories go into the report
+
+    if method == "focus_summarize":
+        c.context.manager = "summarize"
+    elif method == "vineppo":
+        c.branching.rule = "uniform"
+        c.branching.base_fraction = 0.15
+        c.branching.rounds = 1
+        c.branching.ks = (3,)
+        c.branching.max_per_state = 3
+        c.critic.enabled = False
+        c.credit.estimator = "vineppo"
+        c.credit.train_on_branches = False
+        c.rollout.group_size = 1
+    elif method in ("grpo", "ppo"):
+        c.branching.rule = "none"
+        c.branching.base_fraction = 1.0
+        c.critic.enabled = method == "ppo"
+        c.credit.estimator = method
+        c.rollout.group_size = 8 if method == "grpo" else 1
+    return c

@@ -1,0 +1,19 @@
+"""Where to spend tokens: acquisition rules, the plan of a round, and the ledger.
+
+`focus.branching.plan` is the module; its function is `focus.branching.plan.plan`.
+"""
+
+from focus.branching.acquisition import RULES, AcquisitionRule, StateFeatures
+from focus.branching.budget import BudgetExceeded, Ledger, TokenBudget
+from focus.branching.plan import Plan, condition
+
+__all__ = [
+    "RULES",
+    "AcquisitionRule",
+    "BudgetExceeded",
+    "Ledger",
+    "Plan",
+    "StateFeatures",
+    "TokenBudget",
+    "condition",
+]

@@ -1,0 +1,213 @@
+"""Spends a token budget on continuations: which states, and how many from each.
+
+One call is one round. Between rounds the caller turns the outcomes into a new belief
+(`refine.refine_values` for the means, `refine.posterior_features` for the error features) and
+plans again with what is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from focus.branching.acquisition import RULES, StateFeatures, clean, weighted_covariance
+from focus.credit.refine import posterior_features
+from focus.types import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to sample.
+
+    Attributes:
+      count: [S] int32 new continuations per state.
+      expected_cost: scalar, tokens that they are predicted to generate; never above the budget.
+      gain: scalar, by how much the weighted epistemic variance `sum w tau2` is expected to fall.
+      order: [max_picks] int32 state of each pick, in order; -1 after the last.
+    """
+
+    count: Array
+    expected_cost: Array
+    gain: Array
+    order: Array
+
+
+def condition(error_features: Array, index: Array | int, noise_var: Array | float) -> Array:
+    """Error features after one noisy observation of the value at one state.
+
+        e'(s) = e(s) - a (e(s) . u) u,   u = e(index),
+        a = b / (1 + sqrt(1 - b |u|^2)),   b = 1 / (|u|^2 + noise_var)
+
+    `a` solves `2 a - a^2 |u|^2 = b`, so inner products of e' equal
+    `Cov(s, s') - Cov(s, index) Cov(index, s') / (tau2(index) + noise_var)` exactly.
+
+    Args:
+      error_features: [S, D].
+      index: the observed state.
+      noise_var: variance of the observation, > 0; noise2 / k for the mean of k continuations.
+
+    Returns:
+      [S, D].
+    """
+    direction = error_features[index]
+    tau2 = jnp.sum(jnp.square(direction))
+    precision = 1.0 / (tau2 + noise_var)
+    scale = precision / (1.0 + jnp.sqrt(noise_var * precision))
+    return error_features - scale * jnp.outer(error_features @ direction, direction)
+
+
+def _greedy(pool: StateFeatures, budget: Array, ks: Array, room: Array, max_picks: int):
+    """Takes the (state, k) of the largest gain per token that fits until nothing does.
+
+    The numerators q(s) of the gain are carried along rather than computed afresh: with
+    `Cov' = Cov - b Cov(., u) Cov(u, .)`, and h = sum_{s'} w(s') Cov(., s') Cov(s', u),
+
+        q'(s) = q(s) - 2 b Cov(s, u) h(s) + b^2 Cov(s, u)^2 q(u)
+
+    so a pick costs O(S D). Every D picks they are computed afresh, which keeps that cost on
+    average and keeps rounding from piling up.
+    """
+
+    def best_pick(features, q, count, left):
+        tau2 = jnp.sum(jnp.square(features), axis=1)
+        spread = ks * tau2[:, None] + pool.noise_var[:, None]
+        density = q[:, None] / spread / pool.cost[:, None]
+        fits = (ks * pool.cost[:, None] <= left) & (count[:, None] + ks <= room[:, None])
+        density = jnp.where(fits & pool.mask[:, None], density, -jnp.inf)
+        best = jnp.argmax(density)
+        return best, density.ravel()[best]
+
+    def go_on(carry):
+        picks, *_, best_density = carry
+        return (picks < max_picks) & (best_density > 0)
+
+    def pick(carry):
+        picks, features, q, count, order, spent, best, _ = carry
+        state, k = best // ks.size, ks[best % ks.size]
+        noise = pool.noise_var[state] / k
+        covariance = features @ features[state]
+        precision = 1.0 / (covariance[state] + noise)
+        influence = features @ ((pool.weight * covariance) @ features)
+        gain = precision * covariance
+        q = jnp.maximum(q - 2.0 * gain * influence + jnp.square(gain) * q[state], 0.0)
+        features = condition(features, state, noise)
+        q = jax.lax.cond(
+            (picks + 1) % features.shape[1] == 0,
+            lambda: weighted_covariance(features, pool.weight),
+            lambda: q,
+        )
+        count = count.at[state].add(k)
+        order = order.at[picks].set(state.astype(jnp.int32))
+        spent = spent + k * pool.cost[state]
+        best = best_pick(features, q, count, budget - spent)
+        return picks + 1, features, q, count, order, spent, *best
+
+    features, count = pool.error_features, jnp.zeros(pool.mask.shape, jnp.int32)
+    q = weighted_covariance(features, pool.weight)
+    order = jnp.full((max_picks,), -1, jnp.int32)
+    spent = jnp.zeros((), pool.cost.dtype)
+    start = (jnp.int32(0), features, q, count, order, spent)
+    carry = jax.lax.while_loop(go_on, pick, (*start, *best_pick(features, q, count, budget)))
+    return carry[3], carry[5], carry[4]
+
+
+def _ranked(
+    pool: StateFeatures, scores: Array, budget: Array, ks: Array, room: Array, max_picks: int
+):
+    """Goes down the scores; each state gets the largest k it has room for, if that still fits."""
+    allowed = jnp.max(jnp.where(ks <= room[:, None], ks, 0), axis=1)
+    price = allowed * pool.cost
+    eligible = (allowed > 0) & (scores > -jnp.inf)
+    ranking = jnp.argsort(-scores, stable=True)
+
+    def visit(carry, state):
+        spent, picks = carry
+        take = eligible[state] & (spent + price[state] <= budget) & (picks < max_picks)
+        slot = jnp.where(take, picks, max_picks)  # max_picks is out of bounds: dropped below
+        return (spent + take * price[state], picks + take), (take, slot)
+
+    start = (jnp.zeros((), price.dtype), jnp.int32(0))
+    (spent, _), (take, slot) = jax.lax.scan(visit, start, ranking)
+    taken = jnp.where(take, allowed[ranking], 0)
+    count = jnp.zeros(allowed.shape, jnp.int32).at[ranking].set(taken)
+    order = jnp.full((max_picks,), -1, jnp.int32)
+    return count, spent, order.at[slot].set(ranking.astype(jnp.int32), mode="drop")
+
+
+def plan(
+    features: StateFeatures,
+    budget: Array | int | float,
+    *,
+    rule: str,
+    ks: Sequence[int] = (1, 2, 4, 8),
+    max_picks: int = 256,
+    key: Array | None = None,
+    existing_count: Array | None = None,
+    max_per_state: int | None = None,
+) -> Plan:
+    """Chooses continuations for one round.
+
+    "expected_error_reduction" is greedy. Sampling k continuations at s lowers every variance, so
+
+        U(s, k) = sum_{s'} w(s') Cov(s', s)^2 / (tau2(s) + noise2(s) / k)
+
+    is gained for k c(s) tokens; the (s, k) with the largest U / (k c) that fits is taken, the
+    error features are conditioned on it (`condition`), and so on until nothing fits or nothing
+    is left to gain. U / k falls with k: the smallest k leads while there is room, so `ks` sets
+    how finely the budget is spread; a state may be picked again.
+
+    "uniform" and "random" go once down the order of their scores and put the largest k for
+    which a state has room on each; a state that does not fit whole is passed over.
+
+    Every rule takes and returns the same. Compile with `jax.jit` holding `rule`, `ks`,
+    `max_picks` and `max_per_state` static.
+
+    Args:
+      features: the pool of S states.
+      budget: scalar, tokens that may be generated.
+      rule: key of `acquisition.RULES`.
+      ks: numbers of continuations that one pick may add, all >= 1.
+      max_picks: most picks of this round. Set it to budget / smallest cost or more to make sure
+        that only the budget binds.
+      key: a `jax.random.key`, consumed by "random" and unused by the others.
+      existing_count: [S] int32 continuations sampled in earlier rounds; they fill
+        `max_per_state`. Their evidence must be in `features` already.
+      max_per_state: most continuations of one state over all rounds; None for no limit.
+
+    Returns:
+      `Plan`.
+
+    Raises:
+      ValueError: unknown rule, empty or non-positive `ks`, non-positive `max_picks` or
+        `max_per_state`, "random" without a key.
+    """
+    if rule not in RULES:
+        raise ValueError(f"acquisition rule {rule!r} is unknown; choose one of {sorted(RULES)}")
+    if not ks or min(ks) < 1:
+        raise ValueError(f"ks={tuple(ks)} must hold at least one number, all >= 1")
+    if max_picks < 1:
+        raise ValueError(f"max_picks must be >= 1, got {max_picks}")
+    if max_per_state is not None and max_per_state < 1:
+        raise ValueError(f"max_per_state must be >= 1 or None for no limit, got {max_per_state}")
+    chex.assert_rank([features.mean, features.error_features], [1, 2])
+    chex.assert_equal_shape([features.mean, features.noise_var, features.cost, features.weight])
+    pool = clean(features)
+    budget = jnp.asarray(budget, pool.cost.dtype)
+    sizes = jnp.asarray(sorted(set(ks)), jnp.int32)
+    cap = jnp.iinfo(jnp.int32).max if max_per_state is None else max_per_state
+    existing = 0 if existing_count is None else existing_count
+    room = jnp.broadcast_to(cap - jnp.asarray(existing, jnp.int32), pool.mask.shape)
+
+    if RULES[rule].planner == "greedy":
+        count, cost, order = _greedy(pool, budget, sizes, room, max_picks)
+    else:
+        scores = RULES[rule].scores(features, key)
+        count, cost, order = _ranked(pool, scores, budget, sizes, room, max_picks)
+    after = posterior_features(pool.error_features, pool.noise_var, count)
+    fall = jnp.square(pool.error_features).sum(axis=1) - jnp.square(after).sum(axis=1)
+    return Plan(count=count, expected_cost=cost, gain=pool.weight @ fall, order=order)

@@ -1,0 +1,308 @@
+"""The estimators that every comparison starts from: FOCUS, turn-level PPO, the group-relative
+family and VinePPO.
+
+All share three rules.
+  * The outcome is added to the reward of the row's last valid segment.
+  * A row takes part only if `row_mask` keeps it and it has policy tokens; the others get no
+    advantage, leave the loss mask, and stay out of every baseline.
+  * A truncated row may lack an outcome (NaN). Estimators that cannot bootstrap treat it as a
+    row without a score.
+None of them normalises over the batch; see `primitives.masked_whiten`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from focus.credit import primitives, refine, td
+from focus.types import Array, Credit, CreditBatch
+
+LambdaMode = Literal["fixed", "trust"]
+Truncation = Literal["bootstrap", "fail", "mask"]
+Gaps = Literal["fill", "merge"]
+
+
+def playing_rows(batch: CreditBatch) -> Array:
+    """Rows [B] bool that may get an advantage: kept, with at least one policy token."""
+    return batch.row_mask & jnp.any(batch.token_mask, axis=1)
+
+
+def scored_rows(batch: CreditBatch) -> Array:
+    """Playing rows [B] bool that have an outcome; a truncated row may lack one."""
+    return playing_rows(batch) & ~(batch.truncated & jnp.isnan(batch.outcome))
+
+
+def segment_rewards(batch: CreditBatch, rows: Array, outcome: Array) -> Array:
+    """Rewards [B, S] with each row's `outcome` [B] on its last valid segment, 0 off `rows`."""
+    rewards = jnp.where(batch.segment_mask, batch.segment_reward, 0.0)
+    rewards = rewards + jnp.where(
+        primitives.last_segment(batch.segment_mask), outcome[:, None], 0.0
+    )
+    return jnp.where(rows[:, None], rewards, 0.0)
+
+
+def returns(batch: CreditBatch, rows: Array) -> Array:
+    """Undiscounted return [B] of each row, outcome included; 0 off `rows`."""
+    rewards = jnp.sum(jnp.where(batch.segment_mask, batch.segment_reward, 0.0), axis=1)
+    return jnp.where(rows, batch.outcome + rewards, 0.0)
+
+
+def to_credit(
+    batch: CreditBatch,
+    segment_advantages: Array,
+    rows: Array,
+    *,
+    targets: dict[str, Array] | None = None,
+    aux: dict[str, Array] | None = None,
+) -> Credit:
+    """Broadcasts segment advantages [B, S] to tokens and masks what takes no part.
+
+    A token stays in the loss if it is the policy's own, its segment exists and its row is among
+    `rows` [B].
+    """
+    segments = batch.segment_mask & rows[:, None]
+    segment_advantages = jnp.where(segments, segment_advantages, 0.0)
+    mask = batch.token_mask & primitives.broadcast_to_tokens(segments, batch.token_segment)
+    advantages = primitives.broadcast_to_tokens(segment_advantages, batch.token_segment)
+    return Credit(
+        advantages=jnp.where(mask, advantages, 0.0),
+        segment_advantages=segment_advantages,
+        mask=mask,
+        targets=targets or {},
+        aux={"rows_used": jnp.sum(rows), **(aux or {})},
+    )
+
+
+# --- temporal-difference estimators --------------------------------------------------------------
+
+
+def _td_credit(
+    batch: CreditBatch, lambda_: Array, *, discount: float, truncation: Truncation
+) -> Credit:
+    """TD(lambda) over `value` with per-segment `lambda_` [B, S] and one rule for cut rows."""
+    primitives.require_choice("truncation", truncation, ("bootstrap", "fail", "mask"))
+    rows, outcome = playing_rows(batch), batch.outcome
+    cut = jnp.zeros_like(batch.truncated)
+    if truncation == "bootstrap":
+        cut = batch.truncated
+        outcome = jnp.where(batch.truncated, 0.0, outcome)
+    elif truncation == "fail":
+        outcome = jnp.where(batch.truncated & jnp.isnan(outcome), 0.0, outcome)
+    else:
+        rows = rows & ~batch.truncated
+
+    def one_row(values, rewards, mask, lambda_row, truncated):
+        return td.segment_advantages(
+            values, rewards, mask, discount=discount, lambda_=lambda_row, truncated=truncated
+        )
+
+    segments = batch.segment_mask & rows[:, None]
+    rewards = segment_rewards(batch, rows, outcome)
+    advantages = jax.vmap(one_row)(batch.value, rewards, segments, lambda_, cut)
+    targets = jnp.where(segments, advantages + batch.value[:, :-1], 0.0)
+    aux = {"lambda": jnp.where(segments, lambda_, 0.0)}
+    return to_credit(batch, advantages, rows, targets={"value": targets}, aux=aux)
+
+
+def focus(
+    batch: CreditBatch,
+    *,
+    discount: float = 1.0,
+    lambda_: float = 0.95,
+    lambda_mode: LambdaMode = "fixed",
+    truncation: Truncation = "bootstrap",
+) -> Credit:
+    """TD(lambda) advantages of the segments between states, from refined values.
+
+        delta_j = r_j + discount V*(s_{j+1}) - V*(s_j),   A_j = delta_j + discount lambda_j A_{j+1}
+
+    `value` holds the refined values (`refine.refine_values`), so that branch evidence reaches
+    the segments on both sides of a branched state. Values must not have seen the row's own
+    outcome.
+
+    Args:
+      batch: reads `value`, and `value_variance` when `lambda_mode` is "trust".
+      discount: per segment.
+      lambda_: read when `lambda_mode` is "fixed".
+      lambda_mode: "fixed", or "trust": per segment from `td.trust_lambda`, with Bernoulli noise
+        of outcomes in [0, 1].
+      truncation: what a row that was cut by a limit counts as. "bootstrap": the value where it
+        was cut stands in for its outcome, which isn't read. "fail": its outcome counts, 0 if it
+        has none. "mask": it takes no part and its tokens leave the loss.
+
+    Returns:
+      `Credit`; targets["value"] [B, S] are the lambda-returns, aux["lambda"] [B, S] what was used.
+
+    Raises:
+      ValueError: unknown `lambda_mode` or `truncation`, or no `value_variance` for "trust".
+    """
+    primitives.require_choice("lambda_mode", lambda_mode, ("fixed", "trust"))
+    if lambda_mode == "fixed":
+        weights = jnp.full(batch.segment_mask.shape, lambda_, batch.value.dtype)
+    else:
+        primitives.require_channels(batch, ("value_variance",), "focus with lambda_mode='trust'")
+        noise_var = refine.bernoulli_noise_var(batch.value)
+        weights = jax.vmap(td.trust_lambda)(batch.value_variance, noise_var, batch.segment_mask)
+    return _td_credit(batch, weights, discount=discount, truncation=truncation)
+
+
+def ppo(
+    batch: CreditBatch,
+    *,
+    discount: float = 1.0,
+    lambda_: float = 0.95,
+    truncation: Truncation = "bootstrap",
+) -> Credit:
+    """Turn-level generalised advantage estimation over the critic's values.
+
+        delta_j = r_j + discount V(s_{j+1}) - V(s_j),   A_j = delta_j + discount lambda A_{j+1}
+
+    The same recursion as `focus`; what differs is the content of `value`, the critic alone.
+    A step is a segment, not a token, and no whitening follows.
+
+    Args:
+      batch: reads `value`.
+      discount: per segment.
+      lambda_: trace decay.
+      truncation: see `focus`.
+
+    Returns:
+      `Credit`; targets["value"] [B, S] are the lambda-returns.
+
+    Raises:
+      ValueError: unknown `truncation`.
+    """
+    weights = jnp.full(batch.segment_mask.shape, lambda_, batch.value.dtype)
+    return _td_credit(batch, weights, discount=discount, truncation=truncation)
+
+
+# --- group-relative estimators -------------------------------------------------------------------
+
+
+def _group_credit(batch: CreditBatch, **normalisation) -> Credit:
+    """One scalar per row, its return compared with its group's, on all of its segments."""
+    rows = scored_rows(batch)
+    scalar = primitives.group_normalise(returns(batch, rows), batch.group_id, rows, **normalisation)
+    return to_credit(batch, jnp.broadcast_to(scalar[:, None], batch.segment_mask.shape), rows)
+
+
+def grpo(
+    batch: CreditBatch,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: primitives.Singleton = "keep",
+) -> Credit:
+    """Return of a row, standardised within its group.
+
+        A_i = (R_i - mean_g R) / (std_g R + eps)
+
+    Args:
+      batch: core channels only; R is the outcome plus any segment rewards.
+      ddof: 1 for the sample standard deviation, 0 for the population's.
+      eps: added to the standard deviation.
+      singleton: the advantage of a row whose peers have no score: its own R ("keep") or "zero".
+
+    Returns:
+      `Credit`; sums to 0 over a group.
+
+    Raises:
+      ValueError: unknown `singleton`.
+    """
+    return _group_credit(batch, center="mean", scale="std", ddof=ddof, eps=eps, singleton=singleton)
+
+
+def dr_grpo(batch: CreditBatch, *, singleton: primitives.Singleton = "keep") -> Credit:
+    """Return of a row minus its group's mean, without the division that favours easy groups.
+
+        A_i = R_i - mean_g R
+
+    The method also divides the loss by a constant instead of a sequence's own length; that is
+    the loss's part, not done here.
+
+    Args:
+      batch: core channels only; R is the outcome plus any segment rewards.
+      singleton: see `grpo`.
+
+    Returns:
+      `Credit`; sums to 0 over a group.
+
+    Raises:
+      ValueError: unknown `singleton`.
+    """
+    return _group_credit(batch, center="mean", scale="none", singleton=singleton)
+
+
+def rloo(batch: CreditBatch, *, singleton: primitives.Singleton = "zero") -> Credit:
+    """Return of a row minus the mean of the others in its group.
+
+        A_i = R_i - mean_{j != i} R_j = n / (n - 1) (R_i - mean_g R)
+
+    Args:
+      batch: core channels only; R is the outcome plus any segment rewards.
+      singleton: see `grpo`.
+
+    Returns:
+      `Credit`.
+
+    Raises:
+      ValueError: unknown `singleton`.
+    """
+    return _group_credit(batch, center="loo", scale="none", singleton=singleton)
+
+
+# --- Monte Carlo values --------------------------------------------------------------------------
+
+
+def vineppo(batch: CreditBatch, *, gaps: Gaps = "fill") -> Credit:
+    """Difference of Monte Carlo values between consecutive states.
+
+        V(s_j) = mean_k mc_return[j, k],   A_j = r_j + V(s_{j+1}) - V(s_j),   V(end) = 0
+
+    A state without continuations takes `V(s_j) = r_j + V(s_{j+1})`, backwards from the end of
+    the row. So its own segment gets 0, and the difference between two estimated states goes to
+    the first segment after the earlier one. Segments before the first estimated state get 0.
+
+    Args:
+      batch: reads `mc_return` and `mc_mask`.
+      gaps: "fill" as above (the method's own rule for a row's end); advantages of a row add up
+        to `R - V(s_0)`. "merge" gives the difference between two estimated states to all
+        segments between them, as one long segment would get it; the choice for continuations at
+        every n-th state, where "fill" would leave most segments without any signal.
+
+    Returns:
+      `Credit`; aux["value"] [B, S] are the values used, aux["estimated"] [B, S] bool where
+      they were sampled.
+
+    Raises:
+      ValueError: unknown `gaps`.
+    """
+    primitives.require_choice("gaps", gaps, ("fill", "merge"))
+    rows = scored_rows(batch)
+    segments = batch.segment_mask & rows[:, None]
+    estimated = segments & jnp.any(batch.mc_mask, axis=2)
+    estimate = primitives.masked_mean(batch.mc_return, batch.mc_mask, axis=2)
+    rewards = segment_rewards(batch, rows, batch.outcome)
+
+    def backward(following, x):
+        reward, value, known, exists = x
+        reached = jnp.where(exists, reward, 0.0) + following
+        current = jnp.where(known, value, reached)
+        return current, (current, reached - current)
+
+    def one_row(rewards, estimate, estimated, segments):
+        _, (values, advantages) = jax.lax.scan(
+            backward, jnp.zeros(()), (rewards, estimate, estimated, segments), reverse=True
+        )
+        if gaps == "merge":
+            position = jnp.arange(estimated.shape[0])
+            latest = jax.lax.cummax(jnp.where(estimated, position, -1))
+            advantages = jnp.where(latest >= 0, advantages[jnp.maximum(latest, 0)], 0.0)
+        return values, advantages
+
+    values, advantages = jax.vmap(one_row)(rewards, estimate, estimated, segments)
+    aux = {"value": jnp.where(segments, values, 0.0), "estimated": estimated}
+    return to_credit(batch, advantages, rows, aux=aux)

@@ -1,0 +1,144 @@
+"""Success on held-out tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from focus import experiment, warm_start
+from focus.learner.checkpoint import Checkpointer
+from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
+from focus.tasks.base import Task
+from focus.trainer import Trainer
+from focus.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What playing each task once gave.
+
+    Attributes:
+      success: share of the tasks that were solved, of those that have an outcome.
+      std_error: of that share (binomial).
+      trajectories: one per task.
+      technical_failures: rollouts without an outcome; they are no failures of the policy.
+    """
+
+    success: float
+    std_error: float
+    trajectories: tuple[Trajectory, ...]
+    technical_failures: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat metrics."""
+        scored = [t for t in self.trajectories if t.outcome is not None]
+        return {
+            "heldout/success": self.success,
+            "heldout/std_error": self.std_error,
+            "heldout/tokens": float(np.mean([t.num_tokens for t in scored])),
+            "heldout/turns": float(np.mean([len(t.segments) for t in scored])),
+        }
+
+
+async def evaluate(
+    agent: Agent, tasks: Sequence[Task], *, name: str, concurrency: int
+) -> Evaluation:
+    """Plays every task once, outside of any budget.
+
+    Args:
+      agent: plays, with the weights that its engine holds.
+      tasks: what to play.
+      name: part of every trajectory's id. Equal names draw equal random numbers, so two
+        policies are compared on the same luck.
+      concurrency: most episodes at once.
+
+    Returns:
+      Evaluation.
+
+    Raises:
+      RuntimeError: not a single rollout has an outcome.
+    """
+    pool = Pool(concurrency)
+    for i, task in enumerate(tasks):
+        rollout = Rollout(f"{name}/{i}.0", task.id, i)
+        pool.submit(functools.partial(play, agent, agent.start(task), rollout, UnlimitedAccount()))
+    trajectories = tuple(await pool.join())
+    outcomes = [t.outcome for t in trajectories if t.outcome is not None]
+    if not outcomes:
+        errors = {t.error for t in trajectories}
+        raise RuntimeError(f"none of {len(tasks)} held-out rollouts has an outcome: {errors}")
+    success = float(np.mean([t.success for t in trajectories if t.outcome is not None]))
+    return Evaluation(
+        success=success,
+        std_error=float(np.sqrt(success * (1 - success) / len(outcomes))),
+        trajectories=trajectories,
+        technical_failures=len(trajectories) - len(outcomes),
+    )
+
+
+def evaluate_run(
+    workdir: str | Path,
+    *,
+    step: int | str = "latest",
+    num_tasks: int | None = None,
+    temperature: float | None = None,
+) -> dict[str, Any]:
+    """Scores a checkpoint of a run.
+
+    Args:
+      workdir: of the run.
+      step: "latest", "best" or the number of a checkpoint.
+      num_tasks: held-out tasks; None for the config's.
+      temperature: of sampling; None for the config's, 0 for greedy.
+
+    Returns:
+      Step, success, its standard error, number of tasks, mean tokens and turns.
+
+    Raises:
+      ValueError: no run there, no such checkpoint.
+    """
+    workdir = Path(workdir)
+    if not (workdir / "config.json").is_file():
+        raise ValueError(f"no run in {workdir}: config.json is missing; give a workdir of train.py")
+    config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
+    if temperature is not None:
+        config.evaluate.temperature = temperature
+    if num_tasks is not None:
+        if num_tasks < 1:
+            raise ValueError(f"num_tasks must be >= 1, got {num_tasks}")
+        config.evaluate.num_tasks = num_tasks
+    experiment.validate(config)
+    env = experiment.make_env(config)
+    trainer = Trainer(config, env, warm_start.load_or_make(config, env))
+    checkpointer = Checkpointer(workdir)
+    restored = checkpointer.restore(trainer.init_state(), step=step)
+    checkpointer.close()
+
+    async def run() -> Evaluation:
+        async with trainer.engine:
+            await trainer.engine.set_params(restored.state.params, f"v{restored.step}")
+            return await evaluate(
+                trainer.eval_agent,
+                trainer.heldout_tasks,
+                name="heldout",
+                concurrency=config.rollout.max_running,
+            )
+
+    result = asyncio.run(run())
+    return {
+        "step": restored.step,
+        "temperature": config.evaluate.temperature,
+        "num_tasks": len(result.trajectories),
+        "success": result.success,
+        "std_error": result.std_error,
+        "technical_failures": result.technical_failures,
+        **{k: v for k, v in result.to_dict().items() if k.endswith(("tokens", "turns"))},
+    }

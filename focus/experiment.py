@@ -1,0 +1,194 @@
+"""From a config to the parts of a run, with everything checked before work is spent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Mapping
+
+import ml_collections
+
+from focus.context import CONTEXT_MANAGERS, ContextManager
+from focus.credit.registry import ESTIMATORS
+from focus.critic.head import CriticConfig
+from focus.learner.losses import PolicyLossConfig
+from focus.learner.state import OptimizerConfig
+from focus.learner.update import UpdateConfig
+from focus.policy.tokens import Chat
+from focus.policy.transformer import ModelConfig
+from focus.rollout import (
+    Agent,
+    Engine,
+    RetryPolicy,
+    SamplingParams,
+    StepConfig,
+    validate_step,
+)
+from focus.rollout.step import NO_BRANCHES
+from focus.tasks.base import Environment
+from focus.tasks.deep_search import make_deep_search
+
+# name -> factory(**options)
+TASKS = {"deep_search": make_deep_search}
+
+# What a resumed run may change: how long it goes on, and what is written down.
+MAY_DIFFER = ("steps", "cache_dir", "evaluate.every", "checkpoint", "log", "profile_dir")
+
+VALUES_FROM = ("before", "crossfit", "after")
+UNCERTAINTIES = ("ensemble", "posterior")
+BACKBONES = ("policy", "own")
+
+
+def _choose(name: str, value: str, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+    """Checks what can be known without building anything.
+
+    Raises:
+      ValueError: names the key, its value, and what would be right.
+    """
+    c = config
+    _choose("task.name", c.task.name, TASKS)
+    _choose("rollout.engine", c.rollout.engine, ("embedded",))
+    _choose("context.manager", c.context.manager, CONTEXT_MANAGERS)
+    _choose("credit.estimator", c.credit.estimator, ESTIMATORS)
+    _choose("critic.values_from", c.critic.values_from, VALUES_FROM)
+    _choose("critic.uncertainty", c.critic.uncertainty, UNCERTAINTIES)
+    _choose("critic.backbone", c.critic.backbone, BACKBONES)
+    if c.steps < 1:
+        raise ValueError(f"steps must be >= 1, got {c.steps}")
+    if c.model.max_context > c.learner.row_length:
+        raise ValueError(
+            f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
+            f"{c.model.max_context}; make it at least as long"
+        )
+    needs_value = "value" in ESTIMATORS[c.credit.estimator].inputs
+    plans_with_value = c.branching.rule not in (NO_BRANCHES, "uniform", "random")
+    if (needs_value or plans_with_value) and not c.critic.enabled:
+        what = f"estimator {c.credit.estimator!r}" if needs_value else c.branching.rule
+        raise ValueError(f"{what} reads the critic's values; set critic.enabled=True")
+    validate_step(
+        step_config(c),
+        estimator=c.credit.estimator,
+        episode_tokens=c.rollout.episode_tokens,
+    )
+
+
+def step_config(c: ml_collections.ConfigDict) -> StepConfig:
+    """How a step spends its budget."""
+    return StepConfig(
+        budget=c.budget,
+        group_size=c.rollout.group_size,
+        base_fraction=c.branching.base_fraction,
+        rule=c.branching.rule,
+        rounds=c.branching.rounds,
+        ks=tuple(c.branching.ks),
+        max_per_state=c.branching.max_per_state,
+        refine=c.critic.refine,
+        concurrency=c.rollout.max_running,
+        state_bucket=c.learner.state_bucket,
+    )
+
+
+def make_env(c: ml_collections.ConfigDict) -> Environment:
+    """The environment of `config.task`."""
+    options = c.task.to_dict()
+    return TASKS[options.pop("name")](**options)
+
+
+def model_config(c: ml_collections.ConfigDict) -> ModelConfig:
+    """Shape of the policy."""
+    options = c.model.to_dict()
+    options.pop("chat_format")
+    return ModelConfig(**options)
+
+
+def make_contexts(c: ml_collections.ConfigDict, chat: Chat) -> ContextManager:
+    """The context manager of `config.context`."""
+    options: Mapping[str, Any] = {}
+    if c.context.manager == "summarize":
+        options = {"limit": c.context.limit, "summary_tokens": c.rollout.max_summary_tokens}
+    return CONTEXT_MANAGERS[c.context.manager](chat, **options)
+
+
+def make_agent(
+    c: ml_collections.ConfigDict,
+    env: Environment,
+    chat: Chat,
+    engine: Engine,
+    *,
+    temperature: float,
+    run_seed: int,
+) -> Agent:
+    """The player of tasks."""
+    return Agent(
+        env=env,
+        contexts=make_contexts(c, chat),
+        chat=chat,
+        engine=engine,
+        sampling=SamplingParams(
+            max_new_tokens=c.rollout.max_turn_tokens,
+            temperature=temperature,
+            top_p=c.rollout.top_p,
+            top_k=c.rollout.top_k,
+        ),
+        retry=RetryPolicy(attempts=c.rollout.attempts, timeout_s=c.rollout.timeout_s),
+        run_seed=run_seed,
+    )
+
+
+def critic_config(c: ml_collections.ConfigDict) -> CriticConfig:
+    """Shape of the critic."""
+    return CriticConfig(
+        feature_dim=c.model.d_model,
+        num_members=c.critic.members,
+        hidden_dim=c.critic.width,
+        prior_scale=c.critic.prior_scale,
+        value=c.critic.value,
+        cost_scale=float(c.rollout.episode_tokens),
+        num_folds=2 if c.critic.values_from == "crossfit" else 1,
+        bootstrap_seed=c.seed,
+    )
+
+
+def optimizer_config(c: ml_collections.ConfigDict) -> OptimizerConfig:
+    """The policy's optimiser."""
+    return OptimizerConfig(
+        learning_rate=c.learner.learning_rate,
+        schedule=c.learner.schedule,
+        total_steps=c.learner.schedule_steps,
+        warmup_steps=c.learner.warmup_steps,
+        weight_decay=c.learner.weight_decay,
+        max_grad_norm=c.learner.max_grad_norm,
+    )
+
+
+def loss_config(c: ml_collections.ConfigDict) -> PolicyLossConfig:
+    """The policy's loss."""
+    return PolicyLossConfig(
+        clip_low=c.learner.clip_low,
+        clip_high=c.learner.clip_high,
+        importance_cap=c.learner.importance_cap,
+        kl_coefficient=c.learner.kl_coefficient,
+        entropy_coefficient=c.learner.entropy_coefficient,
+    )
+
+
+def update_config(c: ml_collections.ConfigDict) -> UpdateConfig:
+    """How a step's rows are split into optimiser steps."""
+    return UpdateConfig(
+        micro_rows=c.learner.micro_rows,
+        minibatches=c.learner.minibatches,
+        epochs=c.learner.epochs,
+        temperature=c.rollout.temperature,
+        seed=c.seed,
+    )
+
+
+def cache_dir(c: ml_collections.ConfigDict) -> Path:
+    """Where warm starts are kept: `config.cache_dir`, $FOCUS_CACHE or ~/.cache/focus."""
+    chosen = c.cache_dir or os.environ.get("FOCUS_CACHE") or Path.home() / ".cache" / "focus"
+    return Path(chosen)

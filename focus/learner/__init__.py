@@ -1,0 +1,1 @@
+"""Training: packing, losses, sharding, the update."""

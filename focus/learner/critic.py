@@ -1,0 +1,186 @@
+"""The critic as a run uses it: beliefs about states, and learning from a step's evidence.
+
+Functions are compiled once; the critic's state goes in and comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from focus.critic import head
+from focus.critic.posterior import posterior_belief, project_features
+from focus.critic.state import (
+    CriticState,
+    Evidence,
+    init_critic_state,
+    make_critic_update,
+    observe,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticOptions:
+    """How a critic learns; what it is says `CriticConfig`.
+
+    Attributes:
+      learning_rate: of AdamW.
+      epochs: passes over the replay buffer in a step.
+      minibatch_size: rows of an optimiser step.
+      capacity: rows of the replay buffer, a multiple of `minibatch_size`.
+      replay_steps: steps after which evidence is dropped.
+      age_decay: factor on a row's weight per step of age.
+      uncertainty: "ensemble", or "posterior" over a last linear layer.
+      posterior_features: width of that layer.
+      posterior_retention: share of the posterior's evidence that is kept per step.
+    """
+
+    learning_rate: float = 1e-3
+    epochs: int = 4
+    minibatch_size: int = 256
+    capacity: int = 2048
+    replay_steps: int = 4
+    age_decay: float = 0.8
+    uncertainty: str = "ensemble"
+    posterior_features: int = 64
+    posterior_retention: float = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBelief:
+    """The critic's belief about the states of trajectories (NumPy).
+
+    Attributes:
+      mean: [B, S + 1].
+      error_features: [B, S + 1, D].
+      variance: [B, S + 1].
+      noise_var: [B, S + 1].
+      cost: [B, S + 1] tokens that one continuation is expected to generate.
+    """
+
+    mean: np.ndarray
+    error_features: np.ndarray
+    variance: np.ndarray
+    noise_var: np.ndarray
+    cost: np.ndarray
+
+
+class CriticLearner:
+    """Compiled functions over a `CriticState`.
+
+    Args:
+      config: what the critic is.
+      options: how it learns.
+    """
+
+    def __init__(self, config: head.CriticConfig, options: CriticOptions):
+        self.config = config
+        self.options = options
+        self._optimizer = optax.adamw(options.learning_rate, weight_decay=1e-3)
+        self._belief = jax.jit(self._belief_of)
+        self._fit = jax.jit(
+            lambda state, features, mask: dataclasses.replace(
+                state, critic=head.fit_standardisation(state.critic, features, mask)
+            )
+        )
+        self._observe = jax.jit(
+            functools.partial(
+                observe,
+                config,
+                max_age=options.replay_steps,
+                retention=options.posterior_retention,
+            )
+        )
+        self._update = jax.jit(
+            make_critic_update(
+                config,
+                self._optimizer,
+                num_epochs=options.epochs,
+                minibatch_size=options.minibatch_size,
+                age_decay=options.age_decay,
+            )
+        )
+
+    def init(self, key: jax.Array) -> CriticState:
+        """A critic before its first evidence. `key` is consumed."""
+        posterior = self.options.uncertainty == "posterior"
+        return init_critic_state(
+            self.config,
+            self._optimizer,
+            key,
+            capacity=self.options.capacity,
+            posterior_features=self.options.posterior_features if posterior else None,
+        )
+
+    def fit_standardisation(
+        self, state: CriticState, hidden: np.ndarray, mask: np.ndarray
+    ) -> CriticState:
+        """Sets the features' centre and scale, once, from the first states that are seen.
+
+        Args:
+          state: as from `init`.
+          hidden: [B, S + 1, H].
+          mask: [B, S + 1] bool, states that exist.
+        """
+        return self._fit(
+            state, *jax.device_put((hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1)))
+        )
+
+    def belief(
+        self, state: CriticState, hidden: np.ndarray, fold: np.ndarray | None = None
+    ) -> StateBelief:
+        """What the critic believes of states.
+
+        Args:
+          state: the critic.
+          hidden: [B, S + 1, H] hidden states of the policy.
+          fold: [B] int32 fold of each trajectory's task: read by the members that never train
+            on it. None: all members.
+        """
+        if fold is not None:
+            fold = np.broadcast_to(fold[:, None], hidden.shape[:2])
+        return StateBelief(**jax.device_get(self._belief(state, *jax.device_put((hidden, fold)))))
+
+    def learn(
+        self, state: CriticState, evidence: Evidence, key: jax.Array
+    ) -> tuple[CriticState, dict[str, float]]:
+        """Adds a step's evidence to what is remembered, and trains on all of it.
+
+        Args:
+          state: before.
+          evidence: of the step.
+          key: consumed.
+
+        Returns:
+          State and metrics.
+
+        Raises:
+          FloatingPointError: the loss is not finite; the state is left as it was.
+        """
+        new, metrics = self._update(self._observe(state, jax.device_put(evidence)), key)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not np.isfinite(metrics["value_loss"]):
+            raise FloatingPointError(
+                f"critic: loss {metrics['value_loss']} is not finite; lower critic.learning_rate"
+            )
+        return new, metrics
+
+    def _belief_of(self, state: CriticState, hidden, fold) -> dict[str, Any]:
+        output = head.apply_critic(self.config, state.critic, hidden)
+        belief = head.belief(self.config, output.value_logits, fold=fold)
+        if state.posterior is not None:
+            standardised = head.standardised_features(state.critic, hidden)
+            phi = project_features(state.posterior, standardised)
+            belief = posterior_belief(belief, state.posterior, phi)
+        return {
+            "mean": belief.mean,
+            "error_features": belief.error_features,
+            "variance": belief.variance,
+            "noise_var": belief.noise_variance,
+            "cost": head.expected_cost(self.config, output.log_cost),
+        }

@@ -1,0 +1,115 @@
+"""What training changes, and how it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from focus.types import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Arrays only; the optimiser and the model's functions are closed over by the update.
+
+    Attributes:
+      step: [] int32, updates done.
+      params: parameters of the policy.
+      opt_state: state of the policy's optimiser.
+      critic: the critic's own state, any pytree; the policy update passes it on untouched.
+    """
+
+    step: Array
+    params: Any
+    opt_state: Any
+    critic: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a warm-up and a clipped gradient.
+
+    Attributes:
+      learning_rate: peak.
+      schedule: "constant", or "cosine" down to `final_fraction` of the peak.
+      warmup_steps: optimiser steps of linear warm-up from 0.
+      total_steps: optimiser steps over which "cosine" falls, warm-up included.
+      final_fraction: share of the peak that "cosine" ends with.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      weight_decay: decoupled; matrices only.
+      max_grad_norm: global norm that a gradient is clipped to.
+    """
+
+    learning_rate: float = 1e-4
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        if self.schedule not in ("constant", "cosine"):
+            raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
+        if self.schedule == "cosine" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"a cosine schedule needs total_steps > warmup_steps, got {self.total_steps} and "
+                f"{self.warmup_steps}"
+            )
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm must be > 0, got {self.max_grad_norm}")
+
+
+def make_schedule(config: OptimizerConfig) -> Callable[[Array], Array]:
+    """Optimiser step to learning rate."""
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            0.0 if config.warmup_steps else config.learning_rate,
+            config.learning_rate,
+            config.warmup_steps,
+            config.total_steps,
+            config.learning_rate * config.final_fraction,
+        )
+    if config.warmup_steps:
+        return optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    return optax.constant_schedule(config.learning_rate)
+
+
+def decays(params: Any) -> Any:
+    """Which parameters are decayed: matrices. Norms and biases, stacked or not, are left alone."""
+
+    def is_matrix(path, leaf):
+        name = str(getattr(path[-1], "key", path[-1]))
+        return leaf.ndim >= 2 and not name.endswith(("norm", "bias"))
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Gradient clipping, then AdamW."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            make_schedule(config),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decays,
+        ),
+    )
+
+
+def init_state(params: Any, optimizer: optax.GradientTransformation, critic: Any = None):
+    """A state at step 0; run it under `sharding.init_sharded` so that it is born sharded."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), critic)

@@ -1,0 +1,374 @@
+"""Scoring packed rows and updating the policy on them.
+
+Rows go through the model in micro-batches of one fixed shape, so nothing compiles twice. A
+minibatch is one optimiser step: its micro-batches add their gradients, each already divided by
+the number of kept tokens of the whole minibatch, which makes the split invisible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from focus.learner import losses, sharding
+from focus.learner.packing import Rows, take_rows
+from focus.learner.state import TrainState
+from focus.policy import transformer
+from focus.policy.logprobs import chunked_logprobs
+from focus.types import Array
+
+Params = Any
+Metrics = dict[str, float]
+LossFn = Callable[[Params, Any, Array], tuple[Array, dict[str, Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyModel:
+    """The two functions that training needs of a language model.
+
+    Attributes:
+      hidden: `(params, rows) -> [R, L, H]` final hidden states of packed rows.
+      unembedding: `params -> [V, H]`.
+    """
+
+    hidden: Callable[[Params, Rows], Array]
+    unembedding: Callable[[Params], Array]
+
+
+def transformer_model(config: transformer.ModelConfig) -> PolicyModel:
+    """A `PolicyModel` of the transformer family."""
+
+    def hidden(params: Params, rows: Rows) -> Array:
+        return transformer.hidden_states(
+            config,
+            params,
+            rows.tokens,
+            positions=rows.positions,
+            node_id=rows.node_id,
+            visible_until=rows.visible_until,
+        )
+
+    return PolicyModel(hidden, lambda params: transformer.unembedding(config, params))
+
+
+def _gather(hidden: Array, index: Array) -> Array:
+    """[R, L, H] at [R, n] row indices; an index of -1 gives the hidden state at 0."""
+    return jnp.take_along_axis(hidden, jnp.maximum(index, 0)[..., None], axis=1)
+
+
+def row_logprobs(
+    model: PolicyModel, params: Params, rows: Rows, hidden: Array, temperature: float = 1.0
+) -> tuple[Array, Array]:
+    """Log-probability of each token of packed rows given the path that leads to it.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      rows: packed rows.
+      hidden: `model.hidden(params, rows)`.
+      temperature: see `chunked_logprobs`.
+
+    Returns:
+      `(logp [R, L], entropy [R, L])` of the distribution that the token was drawn from; without
+      meaning at padding and at the first token of a sequence.
+    """
+    before = _gather(hidden, rows.parent)
+    return chunked_logprobs(
+        before, model.unembedding(params), rows.tokens, temperature=temperature
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What one forward pass says of packed rows; NumPy arrays.
+
+    Attributes:
+      logp: [R, L] log-probs under the trainer.
+      entropy: [R, L] entropies.
+      state_hidden: [R, P, H] hidden states at states: the critic's features.
+    """
+
+    logp: np.ndarray
+    entropy: np.ndarray
+    state_hidden: np.ndarray
+
+
+def make_score_fn(
+    model: PolicyModel, *, mesh: Mesh, micro_rows: int, temperature: float = 1.0
+) -> Callable[[Params, Rows], Scores]:
+    """A function that scores any number of packed rows, compiled once per row shape.
+
+    Args:
+      model: the model.
+      mesh: rows are spread over its axes data and fsdp.
+      micro_rows: rows that go through the model at a time; a multiple of data * fsdp.
+      temperature: that of the rollouts, so that old and behaviour log-probs are comparable.
+
+    Returns:
+      `score(params, rows) -> Scores`.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def forward(params, rows):
+        hidden = model.hidden(params, rows)
+        logp, entropy = row_logprobs(model, params, rows, hidden, temperature)
+        return logp, entropy, _gather(hidden, rows.state_pos)
+
+    forward = jax.jit(forward, out_shardings=replicated)
+
+    def score(params: Params, rows: Rows) -> Scores:
+        parts = []
+        for index in _blocks(np.arange(rows.num_rows), micro_rows):
+            micro = sharding.shard_rows(take_rows(rows, index, micro_rows), mesh)
+            parts.append((len(index), forward(params, micro)))
+        # One read at the end: the device never waits for the host between micro-batches.
+        parts = [[x[:count] for x in jax.device_get(part)] for count, part in parts]
+        return Scores(*(np.concatenate(x) for x in zip(*parts)))
+
+    return score
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PolicyBatch:
+    """Rows with all that the policy loss reads; NumPy arrays.
+
+    Attributes:
+      rows: packed rows.
+      mask: [R, L] bool, tokens that enter the loss.
+      advantages: [R, L].
+      old_logp: [R, L] by the score pass of this step.
+      behaviour_logp: [R, L] by the rollout engine.
+      ref_logp: [R, L] by a score pass with the reference parameters, or None.
+    """
+
+    rows: Rows
+    mask: Array
+    advantages: Array
+    old_logp: Array
+    behaviour_logp: Array
+    ref_logp: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SupervisedBatch:
+    """Rows of demonstrations.
+
+    Attributes:
+      rows: packed rows.
+      mask: [R, L] bool, tokens that enter the loss.
+      weights: [R, L], 1 for plain imitation.
+    """
+
+    rows: Rows
+    mask: Array
+    weights: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateConfig:
+    """How a batch is split into optimiser steps.
+
+    Attributes:
+      micro_rows: rows that go through the model at a time; a multiple of data * fsdp.
+      minibatches: optimiser steps per epoch; fewer where there are fewer rows.
+      epochs: passes over the batch.
+      temperature: that of the rollouts.
+      seed: of the order of rows, together with the state's step.
+    """
+
+    micro_rows: int
+    minibatches: int = 1
+    epochs: int = 1
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("micro_rows", "minibatches", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"learner.{name} must be >= 1, got {getattr(self, name)}")
+
+
+def make_policy_update(
+    model: PolicyModel,
+    optimizer: optax.GradientTransformation,
+    loss_config: losses.PolicyLossConfig,
+    config: UpdateConfig,
+    *,
+    mesh: Mesh,
+    shardings: TrainState,
+) -> Callable[[TrainState, PolicyBatch], tuple[TrainState, Metrics]]:
+    """The clipped policy update.
+
+    Args:
+      model: the model.
+      optimizer: as from `make_optimizer`.
+      loss_config: the loss.
+      config: the split into optimiser steps.
+      mesh: the mesh.
+      shardings: where each array of the state lies, as from `init_sharded`.
+
+    Returns:
+      `update(state, batch) -> (state, metrics)`. The arrays of the state that goes in are
+      donated: copy what has to outlive it. Metrics are means over kept tokens; `loss` and
+      `grad_norm` are means over optimiser steps, `tokens` counts kept tokens once per epoch. It
+      raises `FloatingPointError` at a loss or gradient that is not finite, before that
+      optimiser step is taken.
+    """
+
+    def loss(params, batch, denominator):
+        hidden = model.hidden(params, batch.rows)
+        logp, entropy = row_logprobs(model, params, batch.rows, hidden, config.temperature)
+        return losses.policy_loss(
+            logp,
+            batch.old_logp,
+            batch.behaviour_logp,
+            batch.advantages,
+            batch.mask,
+            denominator=denominator,
+            config=loss_config,
+            entropy=entropy,
+            ref_logp=batch.ref_logp,
+        )
+
+    return _make_update(loss, optimizer, config, mesh, shardings)
+
+
+def make_supervised_update(
+    model: PolicyModel,
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
+    *,
+    mesh: Mesh,
+    shardings: TrainState,
+) -> Callable[[TrainState, SupervisedBatch], tuple[TrainState, Metrics]]:
+    """Weighted cross entropy on demonstrations; arguments and result as `make_policy_update`."""
+
+    def loss(params, batch, denominator):
+        hidden = model.hidden(params, batch.rows)
+        logp, _ = row_logprobs(model, params, batch.rows, hidden, config.temperature)
+        return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
+
+    return _make_update(loss, optimizer, config, mesh, shardings)
+
+
+def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings: Any):
+    """Gradient of a minibatch, micro-batch by micro-batch.
+
+    Args:
+      loss: `(params, micro-batch, denominator) -> (loss, metrics)`.
+      mesh: the mesh.
+      micro_rows: rows of a micro-batch.
+      param_shardings: where gradients lie.
+
+    Returns:
+      `gradient(params, batch, index) -> (gradient, loss, metrics)` of the rows at `index`;
+      loss and metrics are read from the device.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def zeros(params):
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+    def accumulate(params, gradient, batch, denominator):
+        (value, metrics), new = jax.value_and_grad(loss, has_aux=True)(params, batch, denominator)
+        return jax.tree.map(jnp.add, gradient, new), value, metrics
+
+    zeros = jax.jit(zeros, out_shardings=param_shardings)
+    accumulate = jax.jit(
+        accumulate,
+        donate_argnums=1,
+        out_shardings=(param_shardings, replicated, replicated),
+    )
+
+    def gradient(params, batch, index):
+        denominator = jax.device_put(np.float32(batch.mask[index].sum()), replicated)
+        total, parts = zeros(params), []
+        for block in _blocks(index, micro_rows):
+            micro = sharding.shard_rows(_take(batch, block, micro_rows), mesh)
+            total, value, metrics = accumulate(params, total, micro, denominator)
+            parts.append((value, metrics))
+        parts = jax.device_get(parts)
+        metrics = parts[0][1]
+        for _, more in parts[1:]:
+            metrics = losses.merge_metrics(metrics, more)
+        return total, float(sum(value for value, _ in parts)), metrics
+
+    return gradient
+
+
+def _make_update(loss: LossFn, optimizer, config: UpdateConfig, mesh, shardings: TrainState):
+    gradient = make_gradient_fn(loss, mesh, config.micro_rows, shardings.params)
+    norm = jax.jit(optax.global_norm)
+    increment = jax.jit(lambda step: step + 1, out_shardings=shardings.step)
+
+    def apply(params, opt_state, grads):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    apply = jax.jit(
+        apply,
+        donate_argnums=(0, 1),
+        out_shardings=(shardings.params, shardings.opt_state),
+    )
+
+    def update(state: TrainState, batch) -> tuple[TrainState, Metrics]:
+        step = int(jax.device_get(state.step))
+        params, opt_state = state.params, state.opt_state
+        total, values, norms = None, [], []
+        for index in _minibatches(batch.mask, config, step):
+            grads, value, metrics = gradient(params, batch, index)
+            grad_norm = float(jax.device_get(norm(grads)))
+            if not (math.isfinite(value) and math.isfinite(grad_norm)):
+                raise FloatingPointError(
+                    f"step {step}: loss {value}, gradient norm {grad_norm}; the optimiser step "
+                    "was not taken. Look for log-probs or advantages that are not finite"
+                )
+            params, opt_state = apply(params, opt_state, grads)
+            total = metrics if total is None else losses.merge_metrics(total, metrics)
+            values.append(value)
+            norms.append(grad_norm)
+        summary = {"optimizer_steps": float(len(values)), "tokens": 0.0}
+        if values:
+            summary |= losses.mean_metrics(total)
+            summary |= {"loss": float(np.mean(values)), "grad_norm": float(np.mean(norms))}
+        state = dataclasses.replace(
+            state, step=increment(state.step), params=params, opt_state=opt_state
+        )
+        return state, summary
+
+    return update
+
+
+def _minibatches(mask: np.ndarray, config: UpdateConfig, step: int) -> Iterator[np.ndarray]:
+    """Row indices of each optimiser step; rows without a kept token cost nothing."""
+    kept = np.flatnonzero(np.asarray(mask).any(axis=1))
+    for epoch in range(config.epochs):
+        order = np.random.default_rng((config.seed, step, epoch)).permutation(kept)
+        for index in np.array_split(order, config.minibatches):
+            if len(index):
+                yield index
+
+
+def _blocks(index: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(index), size):
+        yield index[start : start + size]
+
+
+def _take(batch, index: np.ndarray, num_rows: int):
+    """The rows at `index` of a batch, followed by empty ones up to `num_rows`."""
+    padding = [(0, num_rows - len(index)), (0, 0)]
+    arrays = {
+        field.name: np.pad(value[index], padding)
+        for field in dataclasses.fields(batch)
+        if field.name != "rows" and (value := getattr(batch, field.name)) is not None
+    }
+    return dataclasses.replace(batch, rows=take_rows(batch.rows, index, num_rows), **arrays)

@@ -1,0 +1,292 @@
+"""Where numbers go: a file always, TensorBoard and W&B on request, a progress bar for people."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from focus.journal import JsonLines, keep_json_lines, read_json_lines
+
+
+def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl`, in order of their steps; a torn last line is left out."""
+    return read_json_lines(Path(workdir) / "metrics.jsonl")[0]
+
+
+class MetricsWriter:
+    """Writes one line of metrics a step.
+
+    `metrics.jsonl` holds flat records `{"step": ..., name: number or null, ...}`. A number that
+    is not finite is written as null and its name is listed under "nonfinite".
+    """
+
+    def __init__(
+        self,
+        workdir: str | Path,
+        *,
+        start_step: int = 0,
+        tensorboard: bool = False,
+        wandb: Mapping[str, Any] | None = None,
+    ):
+        """Opens the writers; lines of `start_step` and later are of a lost attempt and go.
+
+        Args:
+          workdir: directory of the run.
+          start_step: first step that will be written: 0, or the checkpoint's on a resume.
+          tensorboard: also write `workdir/tensorboard`.
+          wandb: also log to Weights & Biases, with these arguments of `wandb.init`, e.g.
+            `{"project": "focus", "mode": "offline"}`. A resumed run continues under its id; W&B
+            keeps what it already has of a step, so repeated steps are not logged there twice.
+
+        Attributes:
+          removed: number of lines that were cut.
+
+        Raises:
+          ImportError: a writer's package is not installed.
+        """
+        workdir = Path(workdir)
+        tensorboardx = _import("tensorboardX", "tensorboard") if tensorboard else None
+        wandb_module = _import("wandb", "wandb") if wandb is not None else None
+        path = workdir / "metrics.jsonl"
+        self.removed = keep_json_lines(path, lambda record: record["step"] < start_step)
+        self._last_step = start_step - 1
+        self._lines = JsonLines(path)
+        self._tensorboard = self._wandb = None
+        if tensorboardx is not None:
+            self._tensorboard = tensorboardx.SummaryWriter(
+                str(workdir / "tensorboard"), purge_step=start_step or None
+            )
+        if wandb_module is not None:
+            self._wandb = wandb_module.init(
+                **{"dir": str(workdir), "id": _wandb_run_id(workdir), "resume": "allow", **wandb}
+            )
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes the metrics of one step, flushed before it returns.
+
+        Args:
+          step: larger than the last one.
+          metrics: numbers by name (Python, NumPy or JAX scalars), None for "not measured".
+
+        Raises:
+          ValueError: a step that was there, or a value that is not a number.
+          OSError: the line could not be written, e.g. on a full disk.
+        """
+        if step <= self._last_step:
+            raise ValueError(
+                f"step {step} is not after step {self._last_step}; write each step once, in order"
+            )
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        nonfinite = sorted(n for n, v in values.items() if v is not None and not math.isfinite(v))
+        record = {"step": step, **values, **dict.fromkeys(nonfinite)}
+        if nonfinite:
+            record["nonfinite"] = nonfinite
+        self._lines.append(record)
+        self._last_step = step
+        measured = {name: value for name, value in values.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in measured.items():
+                self._tensorboard.add_scalar(name, value, global_step=step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(measured, step=step)
+
+    def close(self) -> None:
+        """Closes all writers."""
+        self._lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class ProgressBar:
+    """Shows where a run is: a live line on a terminal, plain lines every few steps elsewhere."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        start_step: int = 0,
+        every: int = 10,
+        console: rich.console.Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Opens the display; use as a context manager.
+
+        Args:
+          num_steps: steps of the whole run.
+          start_step: steps that earlier attempts have finished.
+          every: steps between two lines when the output is not a terminal.
+          console: where to print, standard error if None.
+          clock: seconds, for the time left.
+        """
+        if every < 1:
+            raise ValueError(f"every must be >= 1, got {every}")
+        self._num_steps, self._start_step, self._every = num_steps, start_step, every
+        self._console = console or rich.console.Console(stderr=True)
+        self._clock = clock
+        self._started = clock()
+        self._seen: dict[str, float] = {}
+        self._live: rich.progress.Progress | None = None
+        if self._console.is_terminal:
+            self._live = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(bar_width=20),
+                console=self._console,
+            )
+            self._task = self._live.add_task(
+                f"step {start_step}/{num_steps}", total=num_steps, completed=start_step
+            )
+
+    def __enter__(self) -> ProgressBar:
+        self._started = self._clock()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Shows the metrics of a finished step.
+
+        Args:
+          step: the step, counted from 0; `step + 1` are finished.
+          metrics: as for `MetricsWriter.write`; looked up are "train/success",
+            "heldout/success", "critic/error" and "tokens/base", "/branch", "/summary". A value
+            that a step does not have stays as it was.
+        """
+        for name in _SHOWN:
+            value = metrics.get(name)
+            if value is not None:
+                self._seen[name] = float(value)
+        line = self._line(step + 1)
+        if self._live is not None:
+            self._live.update(self._task, completed=step + 1, description=line)
+        elif (step + 1) % self._every == 0 or step + 1 == self._num_steps:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, finished: int) -> str:
+        parts = [f"step {finished}/{self._num_steps}"]
+        for name, (label, format_spec) in _SHOWN.items():
+            if name in self._seen and not name.startswith("tokens/"):
+                parts.append(f"{label} {self._seen[name]:{format_spec}}")
+        kinds = [
+            f"{_SHOWN[name][0]} {_short_count(self._seen[name])}"
+            for name in _SHOWN
+            if name.startswith("tokens/") and name in self._seen
+        ]
+        if kinds:
+            parts.append("tokens " + " ".join(kinds))
+        done = finished - self._start_step
+        seconds = (self._clock() - self._started) / max(done, 1) * (self._num_steps - finished)
+        parts.append(f"{_short_time(seconds)} left")
+        return "  ".join(parts)
+
+
+# Name -> label and format, in the order shown.
+_SHOWN = {
+    "train/success": ("success", ".1%"),
+    "heldout/success": ("held-out", ".1%"),
+    "critic/error": ("critic error", ".4f"),
+    "tokens/base": ("base", ""),
+    "tokens/branch": ("branch", ""),
+    "tokens/summary": ("summary", ""),
+}
+
+
+def format_summary(summary: Mapping[str, Any], *, title: str = "Run") -> rich.table.Table:
+    """The end of a run as a table.
+
+    Args:
+      summary: values by name; a nested mapping becomes a section.
+      title: heading.
+
+    Returns:
+      A table for `rich.print`.
+    """
+    table = rich.table.Table(title=title, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in summary.items():
+        if isinstance(value, Mapping):
+            table.add_section()
+            table.add_row(rich.text.Text(name, style="dim"), "")
+            for inner, inner_value in value.items():
+                table.add_row(rich.text.Text(f"  {inner}"), rich.text.Text(_text(inner_value)))
+            table.add_section()
+        else:
+            table.add_row(rich.text.Text(name), rich.text.Text(_text(value)))
+    return table
+
+
+def _number(name: str, value: Any) -> int | float | None:
+    """A Python number; booleans become 0 and 1."""
+    if value is None:
+        return None
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        return int(number) if isinstance(number, (bool, int)) else float(number)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"metric {name!r} is {value!r}, not a number; reduce it to a scalar first"
+        ) from None
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return "-" if value is None else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _short_count(count: float) -> str:
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.1f}{suffix}"
+    return f"{count:.0f}"
+
+
+def _short_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _import(module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this writer needs the package {module}; install it with "
+            f"`pip install focus[{extra}]` or switch the writer off"
+        ) from error
+
+
+def _wandb_run_id(workdir: Path) -> str:
+    """The id under which a run continues after a resume, made at its start."""
+    path = workdir / "wandb_run_id"
+    if not path.is_file():
+        workdir.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:8] + "\n")
+    return path.read_text().strip()

@@ -1,0 +1,197 @@
+"""Log-probabilities of tokens, and entropies, without the array of all logits.
+
+The logits of a batch are the largest array of a language model's training step: tokens x
+vocabulary in float32, several times over once the softmax is differentiated. Here they exist
+for one chunk of tokens at a time, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from focus.policy import attention, transformer
+
+Array = jax.Array
+
+# Logits alive at a time: 16 MiB of float32. Smaller chunks pay for the loop (and, when sharded,
+# for one reduction of the unembedding's gradient per chunk), larger ones leave the caches.
+_LOGITS_PER_CHUNK = 2**22
+
+
+def default_chunk(rows: int, length: int, vocab_size: int) -> int:
+    """Tokens per row and chunk such that about 2^22 logits are alive at a time.
+
+    A row that needs n chunks is cut evenly, so that little of the last one is padding.
+
+    Args:
+      rows: product of the leading axes.
+      length: T, tokens of a row.
+      vocab_size: V.
+
+    Returns:
+      A number in [1, length].
+    """
+    most = max(1, _LOGITS_PER_CHUNK // (rows * vocab_size))
+    chunks = -(-length // most)
+    return -(-length // chunks)
+
+
+def chunked_logprobs(
+    hidden: Array,
+    unembedding: Array,
+    targets: Array,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[Array, Array]:
+    """Log-probability of each target and entropy of each distribution.
+
+    `z = h W^T / temperature`, `logp = z[target] - logsumexp(z)`,
+    `entropy = logsumexp(z) - sum softmax(z) z`.
+
+    Both are differentiable in `hidden` and `unembedding`; the backward pass computes the logits
+    again, chunk by chunk. The gradient of the entropy costs no further product.
+
+    Args:
+      hidden: [..., T, H]. Leading axes may be sharded: chunks are cut along T only.
+      unembedding: [V, H].
+      targets: [..., T] int32 in [0, V).
+      temperature: divides the logits. 0 means greedy sampling and is scored on raw logits, as
+        rollout engines do.
+      chunk: tokens of a row that are treated at a time; None chooses by size.
+
+    Returns:
+      `(logp [..., T], entropy [..., T])` in float32.
+    """
+    chex.assert_equal_shape_prefix([hidden, targets], targets.ndim)
+    chex.assert_rank(hidden, targets.ndim + 1)
+    leading, (length, width) = targets.shape[:-1], hidden.shape[-2:]
+    hidden = hidden.reshape(-1, length, width)
+    targets = targets.reshape(-1, length)
+    if chunk is None:
+        chunk = default_chunk(hidden.shape[0], length, unembedding.shape[0])
+    scale = 1.0 / temperature if temperature > 0 else 1.0
+    logp, entropy = _logprobs(scale, min(chunk, length), hidden, unembedding, targets)
+    return logp.reshape(*leading, length), entropy.reshape(*leading, length)
+
+
+def _split(x: Array, chunk: int) -> Array:
+    """[B, T, ...] to [chunks, B, chunk, ...], zeros behind the end."""
+    batch, length = x.shape[:2]
+    chunks = -(-length // chunk)
+    x = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(batch, chunks, chunk, *x.shape[2:]), 1, 0)
+
+
+def _join(x: Array, length: int) -> Array:
+    """Inverse of `_split`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _scaled_logits(scale: float, hidden: Array, unembedding: Array) -> Array:
+    matrix = unembedding.astype(hidden.dtype)
+    return scale * jnp.einsum("bth,vh->btv", hidden, matrix, preferred_element_type=jnp.float32)
+
+
+def _is_target(logits: Array, targets: Array) -> Array:
+    # A comparison, not a gather: it stays local when the vocabulary is sharded.
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _logprobs(scale, chunk, hidden, unembedding, targets):
+    return _logprobs_fwd(scale, chunk, hidden, unembedding, targets)[0]
+
+
+def _logprobs_fwd(scale, chunk, hidden, unembedding, targets):
+    def one_chunk(carry, inputs):
+        h, y = inputs
+        logits = _scaled_logits(scale, h, unembedding)
+        top = jnp.max(logits, axis=-1)
+        weights = jnp.exp(logits - top[..., None])
+        total = jnp.sum(weights, axis=-1)
+        log_total = top + jnp.log(total)
+        at_target = jnp.sum(jnp.where(_is_target(logits, y), logits, 0.0), axis=-1)
+        entropy = log_total - jnp.sum(weights * logits, axis=-1) / total
+        return carry, (at_target - log_total, entropy, log_total)
+
+    _, outputs = jax.lax.scan(one_chunk, None, (_split(hidden, chunk), _split(targets, chunk)))
+    logp, entropy, log_total = (_join(x, hidden.shape[1]) for x in outputs)
+    return (logp, entropy), (hidden, unembedding, targets, log_total, entropy)
+
+
+def _logprobs_bwd(scale, chunk, residuals, cotangents):
+    hidden, unembedding, targets, log_total, entropy = residuals
+    matrix = unembedding.astype(hidden.dtype)
+
+    def one_chunk(grad_unembedding, inputs):
+        h, y, lse, ent, g_logp, g_entropy = inputs
+        logp = _scaled_logits(scale, h, unembedding) - lse[..., None]
+        # d logp / dz = onehot - p and d entropy / dz = -p (log p + entropy).
+        pull = g_logp[..., None] + g_entropy[..., None] * (logp + ent[..., None])
+        g_logits = jnp.where(_is_target(logp, y), g_logp[..., None], 0.0) - jnp.exp(logp) * pull
+        g_logits = (scale * g_logits).astype(h.dtype)
+        g_hidden = jnp.einsum("btv,vh->bth", g_logits, matrix)
+        grad_unembedding += jnp.einsum(
+            "btv,bth->vh", g_logits, h, preferred_element_type=jnp.float32
+        )
+        return grad_unembedding, g_hidden
+
+    per_token = (hidden, targets, log_total, entropy, *cotangents)
+    zeros = jnp.zeros(unembedding.shape, jnp.float32)
+    grad_unembedding, g_hidden = jax.lax.scan(
+        one_chunk, zeros, tuple(_split(x, chunk) for x in per_token)
+    )
+    g_hidden = _join(g_hidden, hidden.shape[1])
+    return g_hidden, grad_unembedding.astype(unembedding.dtype), None
+
+
+_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
+
+
+def token_logprobs(
+    config: transformer.ModelConfig,
+    params: transformer.Params,
+    tokens: Array,
+    *,
+    segment_ids: Array | None = None,
+    positions: Array | None = None,
+    temperature: float = 1.0,
+) -> Array:
+    """Log-probability of each token given those before it in its sequence.
+
+    Args:
+      config: shape of the model.
+      params: parameters of the model.
+      tokens: [B, L] int32.
+      segment_ids: [B, L] int32 in [0, L), one id per packed sequence, contiguous; -1 for
+        padding. None: one sequence a row.
+      positions: [B, L] int32 rotary positions; None counts from 0 in every sequence.
+      temperature: see `chunked_logprobs`.
+
+    Returns:
+      [B, L] float32; 0 at padding and at the first token of a sequence, which nothing precedes.
+    """
+    length = tokens.shape[1]
+    if segment_ids is None:
+        segment_ids = jnp.zeros_like(tokens)
+    previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    follows = (segment_ids == previous) & (segment_ids >= 0)
+    if positions is None:
+        index = jnp.arange(length)
+        positions = index - jax.lax.cummax(jnp.where(follows, 0, index), axis=1)
+    node_id, visible_until = jax.vmap(attention.segment_visibility, in_axes=(0, None))(
+        segment_ids, length
+    )
+    hidden = transformer.hidden_states(
+        config, params, tokens, positions=positions, node_id=node_id, visible_until=visible_until
+    )
+    before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    unembedding = transformer.unembedding(config, params)
+    logp, _ = chunked_logprobs(before, unembedding, tokens, temperature=temperature)
+    return jnp.where(follows, logp, 0.0)

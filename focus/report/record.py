@@ -1,0 +1,370 @@
+"""What a run leaves behind for its report: branched states and trajectory trees, as JSON.
+
+The training loop calls `record_branches` and `record_trees` once a step and hands the results
+to `write_branches` and `write_trees`; `read_run` collects everything a report needs. A resumed
+run writes some steps again: the later writing of a step replaces the earlier one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from focus.tasks.base import Task
+from focus.types import RolloutTree, Segment, Trajectory
+
+METRICS_FILE = "metrics.jsonl"
+BRANCHES_FILE = "branches.jsonl"
+TREES_DIRECTORY = "trees"
+SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.json"
+
+# Where a task keeps its gold answer, the first one that exists.
+GOLD_KEYS = ("gold", "answer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything a report reads; a part that the run did not write is empty.
+
+    Attributes:
+      workdir: where it was read from.
+      metrics: one flat mapping per step, by step.
+      branches: one mapping per branched state, see `record_branches`.
+      trees: one mapping per recorded task and step, see `record_trees`, each with its "step".
+      summary: `summary.json`.
+      config: `config.json`.
+    """
+
+    workdir: Path
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    branches: tuple[Mapping[str, Any], ...] = ()
+    trees: tuple[Mapping[str, Any], ...] = ()
+    summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def record_branches(
+    tree: RolloutTree,
+    step: int,
+    *,
+    values: np.ndarray,
+    stds: np.ndarray,
+    refined: np.ndarray,
+    refined_stds: np.ndarray,
+    predicted_costs: np.ndarray,
+) -> list[dict[str, Any]]:
+    """Describes every state that was branched in a step.
+
+    Args:
+      tree: the step's rollouts.
+      step: the training step.
+      values: [B, S + 1] critic means in the order of `tree.trajectories`.
+      stds: [B, S + 1] epistemic standard deviations of `values`.
+      refined: [B, S + 1] refined values.
+      refined_stds: [B, S + 1] their standard deviations.
+      predicted_costs: [B, S + 1] predicted tokens of ONE continuation.
+
+    Returns:
+      One row per branched state: `step, task_id, trajectory, state, turn, value, std, refined,
+      refined_std`, `count` continuations with an outcome, their `mean` outcome (None without
+      any), and `cost_predicted`, `cost_actual` in tokens per continuation. Continuations that
+      the budget or a failure cut short say nothing about the cost and are left out of it.
+    """
+    arrays = {
+        "value": values,
+        "std": stds,
+        "refined": refined,
+        "refined_std": refined_stds,
+        "cost_predicted": predicted_costs,
+    }
+    _check_state_arrays(tree, arrays)
+    row_of = {trajectory.id: row for row, trajectory in enumerate(tree.trajectories)}
+    continuations: dict[tuple[str, int], list[Trajectory]] = {}
+    for branch in tree.branches:
+        continuations.setdefault((branch.parent, branch.parent_state), []).append(branch)
+
+    rows = []
+    for (parent, state), branches in continuations.items():
+        trajectory = tree.trajectories[row_of[parent]]
+        outcomes = [b.outcome for b in branches if b.outcome is not None]
+        complete = [b.num_tokens for b in branches if b.end not in ("budget", "failed")]
+        row = {
+            "step": step,
+            "task_id": trajectory.task_id,
+            "trajectory": parent,
+            "state": state,
+            "turn": trajectory.states[state].turn,
+            "count": len(outcomes),
+            "mean": _number(np.mean(outcomes)) if outcomes else None,
+            "cost_actual": _number(np.mean(complete)) if complete else None,
+        }
+        rows.append(row | {k: _number(a[row_of[parent], state]) for k, a in arrays.items()})
+    return rows
+
+
+def record_trees(
+    tree: RolloutTree,
+    tasks: Mapping[str, Task] | Iterable[Task],
+    *,
+    values: np.ndarray,
+    stds: np.ndarray,
+    refined: np.ndarray,
+    refined_stds: np.ndarray,
+    segment_advantages: np.ndarray,
+    max_tasks: int,
+    max_chars: int = 4000,
+) -> list[dict[str, Any]]:
+    """Describes the rollouts of a step's first tasks, down to the text of every turn.
+
+    The first tasks and not the most telling ones: tasks come in random order, so what a reader
+    sees is not selected by what happened.
+
+    Args:
+      tree: the step's rollouts.
+      tasks: by id, or any iterable that covers the tasks of `tree`.
+      values: [B, S + 1] critic means in the order of `tree.trajectories`; NaN where unknown.
+      stds: [B, S + 1] epistemic standard deviations of `values`.
+      refined: [B, S + 1] refined values.
+      refined_stds: [B, S + 1] their standard deviations.
+      segment_advantages: [B, S].
+      max_tasks: how many tasks to describe.
+      max_chars: longer texts keep their beginning and say how much was left out.
+
+    Returns:
+      One mapping per task: `task_id`, `question`, `gold` (None if the task's data has none of
+      `GOLD_KEYS`) and `trajectories`, base rollouts first. A summary's text is taken from
+      the segment's `info["summary"]`. Not-a-number becomes None.
+
+    Raises:
+      ValueError: an array that does not cover the tree, or a task that is missing.
+    """
+    arrays = {"value": values, "std": stds, "refined": refined, "refined_std": refined_stds}
+    _check_state_arrays(tree, arrays)
+    segment_advantages = np.asarray(segment_advantages)
+    num_segments = max((len(t.segments) for t in tree.trajectories), default=0)
+    if (
+        segment_advantages.ndim != 2
+        or segment_advantages.shape[0] < len(tree.trajectories)
+        or segment_advantages.shape[1] < num_segments
+    ):
+        raise ValueError(
+            f"segment_advantages has shape {segment_advantages.shape}, but the tree needs at "
+            f"least [{len(tree.trajectories)}, {num_segments}]: one row per trajectory"
+        )
+    if not isinstance(tasks, Mapping):
+        tasks = {task.id: task for task in tasks}
+
+    chosen = list(dict.fromkeys(t.task_id for t in tree.base))[:max_tasks]
+    records: dict[str, dict[str, Any]] = {}
+    for task_id in chosen:
+        if task_id not in tasks:
+            raise ValueError(
+                f"no task {task_id!r} among the {len(tasks)} given: pass the tasks of this step"
+            )
+        data = tasks[task_id].data
+        gold = next((data[key] for key in GOLD_KEYS if key in data), None)
+        records[task_id] = {
+            "task_id": task_id,
+            "question": _clip(tasks[task_id].prompt, max_chars),
+            "gold": None if gold is None else _clip(str(gold), max_chars),
+            "trajectories": [],
+        }
+    for row, trajectory in enumerate(tree.trajectories):
+        if trajectory.task_id in records:
+            records[trajectory.task_id]["trajectories"].append(
+                _trajectory_record(
+                    trajectory,
+                    {name: array[row] for name, array in arrays.items()},
+                    segment_advantages[row],
+                    max_chars,
+                )
+            )
+    return list(records.values())
+
+
+def write_branches(workdir: str | Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Appends a step's rows to `branches.jsonl`, after cutting this and later steps.
+
+    Steps that are there already come from before a resume. The file is read only in that case
+    and when its last line is torn.
+    """
+    path = Path(workdir) / BRANCHES_FILE
+    lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    last = _last_step(path)
+    if last is not None and last >= step:
+        kept = []
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+            torn = not line.endswith(b"\n")
+            if not torn and _parse(line.decode(), f"{path}, line {number}")["step"] < step:
+                kept.append(line)
+        _write_atomically(path, b"".join(kept))
+    with open(path, "ab") as file:
+        file.write(lines)
+
+
+def write_trees(workdir: str | Path, step: int, records: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes a step's trees to `trees/step_NNNNNN.json`; an earlier file of the step goes."""
+    path = Path(workdir) / TREES_DIRECTORY / f"step_{step:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"step": step, "tasks": list(records)}
+    _write_atomically(path, json.dumps(content, ensure_ascii=False, allow_nan=False).encode())
+    return path
+
+
+def read_run(workdir: str | Path) -> Run:
+    """Reads what a run left in its directory; parts that are not there stay empty.
+
+    Raises:
+      ValueError: no such directory, nothing in it to report on, or a file that is not JSON
+        (names the file and the line).
+    """
+    workdir = Path(workdir)
+    if not workdir.is_dir():
+        raise ValueError(f"no run directory at {workdir}: give the workdir of a training run")
+    metrics = _read_lines(workdir / METRICS_FILE)
+    trees = []
+    for path in sorted((workdir / TREES_DIRECTORY).glob("step_*.json")):
+        content = _read_object(path)
+        if not {"step", "tasks"} <= content.keys():
+            raise ValueError(f"{path} lacks 'step' or 'tasks': was it written by write_trees?")
+        trees.extend({"step": content["step"]} | record for record in content["tasks"])
+    run = Run(
+        workdir=workdir,
+        metrics=tuple(sorted(metrics, key=lambda row: row["step"])),
+        branches=tuple(_read_lines(workdir / BRANCHES_FILE)),
+        trees=tuple(trees),
+        summary=_read_object(workdir / SUMMARY_FILE),
+        config=_read_object(workdir / CONFIG_FILE),
+    )
+    if not (run.metrics or run.trees or run.branches or run.summary):
+        raise ValueError(
+            f"nothing to report in {workdir}: expected {METRICS_FILE}, {BRANCHES_FILE}, "
+            f"{TREES_DIRECTORY}/ or {SUMMARY_FILE}; is this the workdir of a run?"
+        )
+    return run
+
+
+def _trajectory_record(
+    trajectory: Trajectory,
+    state_arrays: Mapping[str, np.ndarray],
+    advantages: np.ndarray,
+    max_chars: int,
+) -> dict[str, Any]:
+    states = [
+        {"turn": state.turn, "span": state.span, "prompt_tokens": len(state.prompt_ids)}
+        | {name: _number(array[j]) for name, array in state_arrays.items()}
+        for j, state in enumerate(trajectory.states)
+    ]
+    segments = [
+        _segment_record(segment, advantages[j], max_chars)
+        for j, segment in enumerate(trajectory.segments)
+    ]
+    return {
+        "id": trajectory.id,
+        "parent": trajectory.parent,
+        "parent_state": trajectory.parent_state,
+        "outcome": None if trajectory.outcome is None else _number(trajectory.outcome),
+        "success": bool(trajectory.success),
+        "end": trajectory.end,
+        "error": trajectory.error,
+        "tokens": trajectory.num_tokens,
+        "states": states,
+        "segments": segments,
+    }
+
+
+def _segment_record(segment: Segment, advantage: float, max_chars: int) -> dict[str, Any]:
+    acts = [g for g in segment.generations if g.kind == "act"]
+    summaries = [g for g in segment.generations if g.kind == "summary"]
+    summary = segment.info.get("summary")
+    return {
+        "text": _clip(segment.text, max_chars),
+        "observation": _clip(segment.observation, max_chars),
+        "summary": None if summary is None else _clip(str(summary), max_chars),
+        "act_tokens": sum(len(g.output_ids) for g in acts),
+        "summary_tokens": sum(len(g.output_ids) for g in summaries),
+        "cut": any(g.finish_reason != "stop" for g in segment.generations),
+        "reward": _number(segment.reward),
+        "advantage": _number(advantage),
+    }
+
+
+def _check_state_arrays(tree: RolloutTree, arrays: Mapping[str, np.ndarray]) -> None:
+    num_states = max((len(t.states) for t in tree.trajectories), default=0)
+    for name, array in arrays.items():
+        shape = np.shape(array)
+        if len(shape) != 2 or shape[0] < len(tree.trajectories) or shape[1] < num_states:
+            raise ValueError(
+                f"the array of each state's {name} has shape {shape}, but the tree needs at "
+                f"least [{len(tree.trajectories)}, {num_states}]: one row per trajectory"
+            )
+
+
+def _number(value: Any) -> float | None:
+    """Five decimals are more than a page shows; JSON has no NaN."""
+    value = float(value)
+    return round(value, 5) if math.isfinite(value) else None
+
+
+def _clip(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]} [... {len(text) - max_chars} characters left out]"
+
+
+def _last_step(path: Path) -> float | None:
+    """Step of the file's last line; infinity when that line is torn, None without lines."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        tail = file.read()
+    if not tail.endswith(b"\n"):
+        return math.inf
+    return json.loads(tail.splitlines()[-1])["step"]
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {type(content).__name__}")
+    return content
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            row = _parse(line, f"{path}, line {number}")
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError(f"{path}, line {number}: expected an object with an integer step")
+            rows.append(row)
+    return rows
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=lambda _: None)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); mend or delete it and "
+            "build the report again"
+        ) from error

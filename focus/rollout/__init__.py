@@ -1,0 +1,56 @@
+"""Rollouts: engines, the agent loop, and the controller that spends a step's tokens."""
+
+from focus.rollout.agent import Agent, Rollout, play, request_seed
+from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs
+from focus.rollout.controller import (
+    BranchedState,
+    Collected,
+    collect,
+    ledger_of,
+)
+from focus.rollout.engine import (
+    Engine,
+    EngineError,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+)
+from focus.rollout.pool import (
+    Pool,
+    RetryPolicy,
+    TokenAccount,
+    UnlimitedAccount,
+    generate_with_retries,
+)
+from focus.rollout.step import EpisodeCost, StepConfig, validate_step
+
+__all__ = [
+    "Agent",
+    "BranchedState",
+    "Collected",
+    "Engine",
+    "EngineError",
+    "EngineInfo",
+    "EpisodeCost",
+    "FinishReason",
+    "GenerateRequest",
+    "GenerateResult",
+    "Pool",
+    "RetryPolicy",
+    "Rollout",
+    "SamplingParams",
+    "StateBeliefs",
+    "StateScores",
+    "StepConfig",
+    "TokenAccount",
+    "UnlimitedAccount",
+    "collect",
+    "generate_with_retries",
+    "ledger_of",
+    "make_beliefs",
+    "play",
+    "request_seed",
+    "validate_step",
+]

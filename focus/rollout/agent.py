@@ -1,0 +1,313 @@
+"""The turn loop: from any state to the end of the episode, token in, token out.
+
+`play` knows nothing of groups, critics or branches. A base rollout starts at a task's first
+state, a branch at a state of another trajectory; both are the same call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from focus.context.base import Context, ContextManager
+from focus.rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams
+from focus.rollout.pool import Account, RetryPolicy, generate_with_retries
+from focus.tasks.base import Environment, Task
+from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
+
+
+class ChatDecoder(Protocol):
+    """The part of `focus.policy.tokens.Chat` that the loop needs."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """All that stays the same from one rollout to the next.
+
+    Attributes:
+      env: the task's environment.
+      contexts: what the policy sees of an episode.
+      chat: turns output ids into text; the environment reads text.
+      engine: where tokens come from.
+      sampling: how to sample; `max_new_tokens` is the cap of one turn. The chat's stop tokens
+        are added.
+      retry: what to do when the engine fails.
+      run_seed: with a trajectory's id it fixes every seed of that trajectory.
+    """
+
+    env: Environment
+    contexts: ContextManager
+    chat: ChatDecoder
+    engine: Engine
+    sampling: SamplingParams
+    retry: RetryPolicy = RetryPolicy()
+    run_seed: int = 0
+
+    def start(self, task: Task) -> State:
+        """The first state of a task."""
+        context = self.contexts.start(self.env.system_prompt(), task.prompt)
+        return State(self.env.reset(task), context, context.prompt_ids, turn=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rollout:
+    """Which trajectory a play makes; see `Trajectory` for the fields.
+
+    `session` routes requests that share prefixes to one server: the id of the base rollout.
+    """
+
+    id: str
+    task_id: str
+    group_id: int
+    parent: str | None = None
+    parent_state: int | None = None
+
+    @property
+    def session(self) -> str:
+        """The base rollout's id; branches leave base rollouts."""
+        return self.id if self.parent is None else self.parent
+
+
+def request_seed(run_seed: int, trajectory_id: str, generation: int, part: int = 0) -> int:
+    """A seed that depends on what is sampled, never on when.
+
+    Args:
+      run_seed: seed of the run.
+      trajectory_id: unique in the run.
+      generation: index of the generation in its trajectory.
+      part: how often it was aborted and resumed. A resume must not draw the same numbers.
+
+    Returns:
+      An integer in [0, 2^31), the same in every process.
+    """
+    text = f"{run_seed}|{trajectory_id}|{generation}|{part}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
+
+
+@dataclasses.dataclass(slots=True)
+class _Sample:
+    """A generation in the making: the parts between aborts, joined.
+
+    `cut` says why the episode cannot go on from here, None if it can.
+    """
+
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    logp: list[float] = dataclasses.field(default_factory=list)
+    weight_versions: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    cached_tokens: int | None = None
+    finish_reason: str = "abort"
+    stop_string: str | None = None
+    cut: TrajectoryEnd | None = None
+    error: str | None = None
+
+    def generations(
+        self, kind: GenerationKind, prompt_ids: tuple[int, ...], span: int
+    ) -> tuple[Generation, ...]:
+        """The record, or nothing if not a single request was answered with a token."""
+        if self.cut is not None and not self.output_ids:
+            return ()
+        return (
+            Generation(
+                kind=kind,
+                prompt_ids=prompt_ids,
+                output_ids=tuple(self.output_ids),
+                logp=tuple(self.logp),
+                finish_reason=self.finish_reason,
+                weight_versions=tuple(self.weight_versions),
+                cached_tokens=self.cached_tokens or 0,
+                span=span,
+            ),
+        )
+
+
+class _Sampler:
+    """Samples the generations of one trajectory, one after the other."""
+
+    def __init__(self, agent: Agent, rollout: Rollout, account: Account):
+        self._agent = agent
+        self._rollout = rollout
+        self._account = account
+        self._max_context = agent.engine.info().max_context
+        self._generation = -1
+
+    async def sample(self, prompt_ids: tuple[int, ...], cap: int) -> _Sample:
+        """One generation of at most `cap` tokens, of what the account grants, of the room.
+
+        The grant is held until the generation is over, so a resume after an abort asks for what
+        is left of it and no more.
+        """
+        self._generation += 1
+        sample = _Sample()
+        want = min(cap, self._max_context - len(prompt_ids))
+        if want < 1:
+            sample.cut = "context_limit"
+            return sample
+        granted = await self._account.reserve(want)
+        if granted == 0:
+            sample.cut = "budget"
+            return sample
+        try:
+            await self._complete(sample, prompt_ids, granted)
+        except EngineError as error:
+            sample.cut, sample.error = "failed", str(error)
+        finally:
+            self._account.settle(granted, len(sample.output_ids))
+        if sample.finish_reason == "length" and granted < want:
+            sample.cut = "budget"
+        return sample
+
+    async def _complete(self, sample: _Sample, prompt_ids: tuple[int, ...], granted: int) -> None:
+        """Asks until the generation is over: a request that is aborted is resumed."""
+        agent, rollout = self._agent, self._rollout
+        stop_token_ids = tuple(
+            dict.fromkeys(agent.sampling.stop_token_ids + agent.chat.stop_token_ids)
+        )
+        part, fruitless = 0, 0
+        while sample.finish_reason == "abort":
+            left = granted - len(sample.output_ids)
+            if left == 0:
+                sample.finish_reason = "length"
+                return
+            request = GenerateRequest(
+                rid=f"{rollout.id}:{self._generation}.{part}",
+                input_ids=prompt_ids + tuple(sample.output_ids),
+                sampling=dataclasses.replace(
+                    agent.sampling, max_new_tokens=left, stop_token_ids=stop_token_ids
+                ),
+                seed=request_seed(agent.run_seed, rollout.id, self._generation, part),
+                session=rollout.session,
+            )
+            result = await generate_with_retries(agent.engine, request, agent.retry)
+            offset = len(sample.output_ids)
+            sample.output_ids += result.output_ids
+            sample.logp += result.output_logp
+            sample.weight_versions += [
+                (version, start + offset, end + offset)
+                for version, start, end in result.weight_versions
+            ]
+            if sample.cached_tokens is None:
+                sample.cached_tokens = result.cached_tokens
+            sample.finish_reason = result.finish_reason.type
+            if isinstance(result.finish_reason.matched, str):
+                sample.stop_string = result.finish_reason.matched
+            part += 1
+            fruitless = 0 if result.output_ids else fruitless + 1
+            if sample.finish_reason == "abort" and fruitless >= agent.retry.attempts:
+                raise EngineError(
+                    f"request {request.rid} was aborted {fruitless} times without a token"
+                )
+
+
+async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -> Trajectory:
+    """Plays one episode from `state` to its end.
+
+    Why it ends, and what its outcome is then:
+
+        terminal       the environment ended it             the environment's outcome
+        turn_limit     `env.max_turns` turns were taken     the environment's, else 0
+        context_limit  the next prompt has no room          0
+        budget         the account granted too little       None
+        failed         the engine failed for good           None
+
+    A generation that the budget or a failure cut in the middle is kept, since its tokens were
+    paid, but never acted on. Then the last state's prompt ends with its last token. Outside of
+    `terminal`, the last state says where the trajectory was cut: its `prompt_ids` are set.
+
+    Args:
+      agent: environment, context manager, engine.
+      state: where to start; the task's first state, or any state of another trajectory.
+      rollout: ids of the trajectory to make.
+      account: pays for every token.
+
+    Returns:
+      The trajectory.
+    """
+    sampler = _Sampler(agent, rollout, account)
+    states, segments = [state], []
+
+    def finish(end: TrajectoryEnd, outcome: float | None, error: str | None = None):
+        return Trajectory(
+            id=rollout.id,
+            task_id=rollout.task_id,
+            group_id=rollout.group_id,
+            states=tuple(states),
+            segments=tuple(segments),
+            outcome=outcome,
+            success=outcome is not None and outcome >= 1.0,
+            end=end,
+            parent=rollout.parent,
+            parent_state=rollout.parent_state,
+            error=error,
+        )
+
+    while True:
+        state = states[-1]
+        act = await sampler.sample(state.prompt_ids, agent.sampling.max_new_tokens)
+        generations = act.generations("act", state.prompt_ids, state.span)
+        text = _action_text(agent.chat, act)
+        if act.cut is not None:
+            if generations:
+                segments.append(Segment(generations, text, observation=""))
+                states.append(_cut_state(state, state.prompt_ids, act))
+            return finish(act.cut, _outcome_of_cut(act.cut), act.error)
+
+        step = agent.env.step(state.env, text)
+        outcome = step.outcome
+        context = agent.contexts.observe(state.context, act.output_ids, step.observation)
+        after = State(step.state, context, context.prompt_ids, state.turn + 1, context.span)
+        end: TrajectoryEnd | None = None
+        if step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns):
+            end, outcome = "turn_limit", outcome or 0.0
+        elif step.done:
+            end, after = "terminal", dataclasses.replace(after, prompt_ids=())
+
+        summary = None
+        if end is None and agent.contexts.needs_compaction(context):
+            prompt_ids = agent.contexts.summary_prompt(context)
+            summary = await sampler.sample(prompt_ids, agent.contexts.summary_tokens)
+            generations += summary.generations("summary", prompt_ids, context.span)
+            if summary.cut is None:
+                after = _compacted(agent, after, summary)
+            else:
+                end, outcome = summary.cut, _outcome_of_cut(summary.cut)
+                if summary.output_ids:
+                    after = _cut_state(after, prompt_ids, summary)
+
+        segments.append(Segment(generations, text, step.observation, step.reward, step.info))
+        states.append(after)
+        if end is not None:
+            return finish(end, outcome, summary.error if summary else None)
+
+
+def _action_text(chat: ChatDecoder, act: _Sample) -> str:
+    """The action as the environment reads it: decoded as a whole, since a resume may split a
+    character, and without the stop string."""
+    text = chat.decode(act.output_ids)
+    if act.stop_string is not None:
+        text = text[: text.rfind(act.stop_string)] if act.stop_string in text else text
+    return text
+
+
+def _cut_state(state: State, prompt_ids: tuple[int, ...], sample: _Sample) -> State:
+    """Where a generation was cut: the same state, after the tokens that it did get."""
+    return dataclasses.replace(state, prompt_ids=prompt_ids + tuple(sample.output_ids))
+
+
+def _outcome_of_cut(end: TrajectoryEnd) -> float | None:
+    """A context that ran full is the policy's failure; the other cuts say nothing about it."""
+    return 0.0 if end == "context_limit" else None
+
+
+def _compacted(agent: Agent, state: State, summary: _Sample) -> State:
+    """The first state of the next span."""
+    context: Context = agent.contexts.compact(state.context, agent.chat.decode(summary.output_ids))
+    return dataclasses.replace(
+        state, context=context, prompt_ids=context.prompt_ids, span=context.span
+    )

@@ -1,0 +1,305 @@
+"""The device programs of the embedded engine, each compiled once for its bucket of shapes.
+
+    fork      copies rows of the cache
+    prefill   appends a chunk of known tokens behind rows
+    decode    samples tokens behind rows until enough of them have ended
+
+Prefill never samples: it fills a prompt up to its last token, and decoding starts by feeding
+that one. Both work on a contiguous copy of the rows and columns in use, made once a call, so
+that a short sequence does not pay for the longest one that the cache has room for, and write
+back only what is new. The cache itself is donated and updated in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from focus.policy import transformer
+from focus.policy.transformer import Cache, ModelConfig, Params
+from focus.rollout import sampling
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Parameters as the engine reads them: one tree a layer, cast to the model's dtype."""
+
+    top: Params
+    layers: list[Params]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Sequences that are decoding. A padding slot has `budget` 0 and the scratch row.
+
+    Attributes:
+      row: [N] int32 row of the cache.
+      token: [N] int32 last known token; its keys and values are not in the cache yet.
+      length: [N] int32 tokens in the cache.
+      count: [N] int32 tokens generated so far.
+      budget: [N] int32 tokens to generate in all.
+      stop_ids: [N, E] int32, padded with -1.
+      temperature: [N] float32, 0 for greedy.
+      top_p: [N] float32.
+      top_k: [N] int32, the vocabulary's size for all.
+      seed: [N, 2] uint32 from `sampling.seed_words`.
+    """
+
+    row: Any
+    token: Any
+    length: Any
+    count: Any
+    budget: Any
+    stop_ids: Any
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    seed: Any
+
+
+def unstack(config: ModelConfig, params: Params) -> Weights:
+    """Splits stacked layers. Copies everything: a trainer may donate its own parameters."""
+    copied = jax.tree.map(lambda p: jnp.array(p, config.dtype, copy=True), params)
+    top = {name: value for name, value in copied.items() if name != "layers"}
+    return Weights(top=top, layers=transformer.layer_list(config, copied))
+
+
+def take_rows(cache: Cache, row: Array, length: int) -> Cache:
+    """The first `length` columns of some rows, as a cache of their own: [N, kv, length, hd]."""
+
+    def take(x):
+        sizes = (1, x.shape[1], length, x.shape[3])
+        return jax.vmap(lambda r: jax.lax.dynamic_slice(x, (r, 0, 0, 0), sizes)[0])(row)
+
+    return jax.tree.map(take, cache)
+
+
+def put_columns(cache: Cache, work: Cache, row: Array, start: Array, count: int) -> Cache:
+    """Writes columns `start .. start + count` of `work` back to the rows it was taken from."""
+
+    def one(i, cache):
+        def put(old, new):
+            sizes = (1, new.shape[1], count, new.shape[3])
+            window = jax.lax.dynamic_slice(new, (i, 0, start[i], 0), sizes)
+            return jax.lax.dynamic_update_slice(old, window, (row[i], 0, start[i], 0))
+
+        return jax.tree.map(put, cache, work)
+
+    return jax.lax.fori_loop(0, row.shape[0], one, cache)
+
+
+def fork(cache: Cache, source: Array, target: Array, count: Array) -> Cache:
+    """Copies row `source[i]` over row `target[i]` for the first `count` pairs, in order."""
+
+    def one(i, cache):
+        def copy(x):
+            whole = jax.lax.dynamic_slice(x, (source[i], 0, 0, 0), (1, *x.shape[1:]))
+            return jax.lax.dynamic_update_slice(x, whole, (target[i], 0, 0, 0))
+
+        return jax.tree.map(copy, cache)
+
+    return jax.lax.fori_loop(0, count, one, cache)
+
+
+def prefill(
+    config: ModelConfig,
+    weights: Weights,
+    cache: Cache,
+    row: Array,
+    tokens: Array,
+    start: Array,
+    *,
+    length: int,
+) -> Cache:
+    """Computes keys and values of known tokens.
+
+    Args:
+      config: shape of the model.
+      weights: parameters.
+      cache: the whole cache, donated.
+      row: [N] int32 rows.
+      tokens: [N, C] int32, token `start + c` of each row.
+      start: [N] int32, `start + C <= length`.
+      length: static number of columns to attend to.
+
+    Returns:
+      The cache with columns `start .. start + C` of the rows filled.
+    """
+    work = take_rows(cache, row, length)
+    _, work = transformer.extend(config, weights.top, weights.layers, tokens, start, work)
+    return put_columns(cache, work, row, start, tokens.shape[1])
+
+
+def decode(
+    config: ModelConfig,
+    weights: Weights,
+    cache: Cache,
+    slots: Slots,
+    leave_after: Array,
+    *,
+    length: int,
+    steps: int,
+    filtered: bool,
+) -> tuple[Cache, Array, Array, Array]:
+    """Samples up to `steps` tokens a slot, and leaves early once `leave_after` slots have ended.
+
+    Args:
+      config: shape of the model.
+      weights: parameters.
+      cache: the whole cache, donated.
+      slots: N slots.
+      leave_after: scalar int32 >= 1.
+      length: static number of columns; every slot needs
+        `slots.length + min(steps, what it has left + 1) <= length`: a slot that has ended
+        keeps writing one column behind its tokens.
+      steps: static upper bound on the tokens of one call, at most `length`.
+      filtered: static, see `sampling.sample`.
+
+    Returns:
+      `(cache, tokens [N, steps], logp [N, steps], count [N])`; the first
+      `count - slots.count` entries of a row are new.
+    """
+    entered = slots.count < slots.budget
+
+    def alive(state):
+        step, _, _, _, active, _, _ = state
+        ended = jnp.sum(entered & ~active)
+        return (step < steps) & jnp.any(active) & (ended < leave_after)
+
+    def body(state):
+        step, work, token, count, active, tokens, logps = state
+        at = slots.length + count - slots.count
+        hidden, work = transformer.extend(
+            config, weights.top, weights.layers, token[:, None], at, work
+        )
+        logits = transformer.unembed(config, weights.top, hidden[:, 0])
+        key = jax.vmap(sampling.token_key)(slots.seed, count)
+        draw = jax.vmap(functools.partial(sampling.sample, filtered=filtered))
+        drawn, logp = draw(logits, key, slots.temperature, slots.top_p, slots.top_k)
+        token = jnp.where(active, drawn, token)
+        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (0, step))
+        logps = jax.lax.dynamic_update_slice(logps, logp[:, None], (0, step))
+        count = count + active
+        stopped = jnp.any(token[:, None] == slots.stop_ids, axis=1)
+        active = active & ~stopped & (count < slots.budget)
+        return step + 1, work, token, count, active, tokens, logps
+
+    size = slots.row.shape[0]
+    work = take_rows(cache, slots.row, length)
+    blank = jnp.zeros((size, steps), jnp.int32), jnp.zeros((size, steps), jnp.float32)
+    state = (jnp.int32(0), work, slots.token, slots.count, entered, *blank)
+    _, work, _, count, _, tokens, logps = jax.lax.while_loop(alive, body, state)
+    # A window that would spill moves left; the columns it then repeats are unchanged.
+    start = jnp.minimum(slots.length, length - steps)
+    return put_columns(cache, work, slots.row, start, steps), tokens, logps, count
+
+
+class Programs:
+    """Compiles each program for each bucket at most once and counts the compilations.
+
+    Compiled ahead of time, so a call with another shape is an error, never a recompilation.
+
+    Args:
+      config: shape of the model.
+      rows: rows of the cache, the scratch row included.
+      row_length: columns of the cache.
+      steps: tokens of one decode call.
+      max_stop_ids: width of `Slots.stop_ids`.
+      max_forks: pairs of one fork call.
+      device: where everything runs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rows: int,
+        row_length: int,
+        steps: int,
+        max_stop_ids: int,
+        max_forks: int,
+        device: jax.Device,
+    ):
+        self._config = config
+        self._steps = steps
+        self._max_stop_ids = max_stop_ids
+        self._max_forks = max_forks
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        # A trainer's mesh may be the context; these programs must not be compiled for it.
+        self._mesh = jax.make_mesh(
+            (1,), ("engine",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device]
+        )
+        self._compiled: dict[tuple, Callable] = {}
+        self._cache = self._described(
+            jax.eval_shape(lambda: transformer.init_cache(config, rows, row_length))
+        )
+        self._weights: Weights | None = None
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def unstack(self, params: Params) -> Callable:
+        """Program `params -> Weights` for parameters of these dtypes."""
+        dtypes = tuple(str(p.dtype) for p in jax.tree.leaves(params))
+        described = self._described(params)
+        function = functools.partial(unstack, self._config)
+        if self._weights is None:
+            self._weights = self._described(jax.eval_shape(function, described))
+        return self._get(("unstack", dtypes), function, (), described)
+
+    def fork(self) -> Callable:
+        """Program `(cache, source, target, count) -> cache`."""
+        pairs = self._array((self._max_forks,))
+        return self._get(("fork",), fork, (0,), self._cache, pairs, pairs, self._array(()))
+
+    def prefill(self, size: int, chunk: int, length: int) -> Callable:
+        """Program `(weights, cache, row [size], tokens [size, chunk], start [size]) -> cache`."""
+        function = functools.partial(prefill, self._config, length=length)
+        shapes = self._array((size,)), self._array((size, chunk)), self._array((size,))
+        key = ("prefill", size, chunk, length)
+        return self._get(key, function, (1,), self._weights, self._cache, *shapes)
+
+    def decode(self, size: int, length: int, filtered: bool) -> Callable:
+        """Program `(weights, cache, slots, leave_after) -> (cache, tokens, logp, count)`."""
+        function = functools.partial(
+            decode, self._config, length=length, steps=self._steps, filtered=filtered
+        )
+        whole, real = self._array((size,)), self._array((size,), jnp.float32)
+        slots = Slots(
+            row=whole,
+            token=whole,
+            length=whole,
+            count=whole,
+            budget=whole,
+            stop_ids=self._array((size, self._max_stop_ids)),
+            temperature=real,
+            top_p=real,
+            top_k=whole,
+            seed=self._array((size, 2), jnp.uint32),
+        )
+        key = ("decode", size, length, filtered)
+        return self._get(key, function, (1,), self._weights, self._cache, slots, self._array(()))
+
+    def _get(self, key: tuple, function: Callable, donated: tuple[int, ...], *shapes) -> Callable:
+        if key not in self._compiled:
+            jitted = jax.jit(function, donate_argnums=donated)
+            with jax.set_mesh(self._mesh):
+                self._compiled[key] = jitted.lower(*shapes).compile()
+        return self._compiled[key]
+
+    def _array(self, shape: tuple[int, ...], dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+    def _described(self, tree):
+        return jax.tree.map(lambda x: self._array(x.shape, x.dtype), tree)

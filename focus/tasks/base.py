@@ -1,0 +1,68 @@
+"""What a task environment is: a pure function over immutable states.
+
+`step(state, action)` returns a new state and never changes the old one, so continuing twice
+from one state is free and cannot leak. The engine's text goes in, the tool's answer comes out;
+how either becomes tokens is not the environment's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Mapping, Protocol, runtime_checkable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One question.
+
+    Attributes:
+      id: stable and unique over splits, e.g. "train/00042".
+      prompt: what the agent is asked, as text (the user's message).
+      data: whatever the environment needs (gold answer, chain ...); never shown to the policy.
+    """
+
+    id: str
+    prompt: str
+    data: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one action did.
+
+    Attributes:
+      state: the new environment state.
+      observation: the tool's answer as text; "" after the end.
+      reward: reward of this step without the outcome.
+      done: whether the environment ended the episode.
+      outcome: final reward in [0, 1] when `done`, else None.
+      info: facts about the turn: "tool", "argument", "documents" (ids seen), "opened", "error".
+    """
+
+    state: Any
+    observation: str
+    reward: float = 0.0
+    done: bool = False
+    outcome: float | None = None
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Tasks and the pure transition over their states."""
+
+    name: str
+    max_turns: int
+    branchable: bool  # whether a state can be continued from more than once
+
+    def tasks(self, split: str) -> tuple[Task, ...]:
+        """The tasks of "train" or "heldout", in a fixed order."""
+
+    def system_prompt(self) -> str:
+        """The system message, "" for none."""
+
+    def reset(self, task: Task) -> Any:
+        """The initial state of a task."""
+
+    def step(self, state: Any, action: str) -> StepResult:
+        """Applies one action (the policy's text). Pure; never raises on bad actions."""

@@ -1,0 +1,409 @@
+"""The training loop. `_step` is one step of the method, in the order it is written down:
+
+base rollouts, a forward pass, branches where they teach most, refined values, the critic,
+segment advantages, the policy update, weights to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import rich.console
+
+from focus import experiment, warm_start
+from focus.branching.budget import Ledger
+from focus.critic.calibration import calibration
+from focus.evaluate import Evaluation, evaluate
+from focus.journal import Journal, write_atomically
+from focus.learner.checkpoint import Checkpointer, open_workdir
+from focus.learner.state import TrainState
+from focus.learner.update import PolicyBatch
+from focus.metrics import MetricsWriter, ProgressBar, format_summary
+from focus.report import build_report, record_trees, write_branches, write_trees
+from focus.rollout import Collected, EpisodeCost, collect
+from focus.trainer import Trainer
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run knows of itself besides its arrays; saved with every checkpoint.
+
+    Attributes:
+      cursor: tasks drawn so far.
+      episode_cost: predicted tokens of one base episode, and the weight of the prediction.
+      ledger: totals of all finished steps.
+      lost: rollouts and tokens of steps that were cut off and played again.
+      attempt: process that wrote this, see `Journal`.
+      success_before: held-out success of the warm start.
+      sums: running sums for the summary (budget use, recomputed prefixes, packing ...).
+    """
+
+    cursor: int
+    episode_cost: EpisodeCost
+    ledger: Ledger = Ledger()
+    lost: dict[str, int] = dataclasses.field(
+        default_factory=lambda: {"rollouts": 0, "tokens": 0}
+    )
+    attempt: int = 0
+    success_before: float | None = None
+    sums: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Progress:
+        """Inverse of `to_dict`."""
+        return cls(
+            **{
+                **record,
+                "episode_cost": EpisodeCost(**record["episode_cost"]),
+                "ledger": Ledger(**record["ledger"]),
+            }
+        )
+
+    def add(self, **values: float) -> None:
+        """Adds to the running sums."""
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+
+class Stopwatch:
+    """Wall seconds by phase."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Adds the time spent inside to `phase`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Trains, or goes on where an earlier process with this config and workdir was stopped.
+
+    Args:
+      config: see `configs/`.
+      workdir: gets checkpoints, metrics, the journal of rollouts, trajectory trees, the summary
+        and the report.
+
+    Returns:
+      The summary, as written to `summary.json`.
+
+    Raises:
+      ValueError: a config or workdir that cannot work; before any work is done.
+      FloatingPointError: a loss that is not finite; the last checkpoint is intact.
+    """
+    return asyncio.run(_train(config, workdir))
+
+
+async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    experiment.validate(config)
+    workdir = open_workdir(
+        workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER
+    )
+    clock = Stopwatch()
+    env = experiment.make_env(config)
+    with clock("warm_start"):
+        start = warm_start.load_or_make(config, env)
+    with clock("compile"):
+        trainer = Trainer(config, env, start)
+    checkpointer = Checkpointer(
+        workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+    )
+    journal = Journal(workdir)
+    state, progress, first = _resume(config, trainer, checkpointer, journal)
+
+    async with trainer.engine:
+        with clock("push"):
+            await trainer.engine.set_params(state.params, f"v{first}")
+
+        async def evaluation() -> Evaluation:
+            with clock("evaluate"):
+                return await evaluate(
+                    trainer.eval_agent,
+                    trainer.heldout_tasks,
+                    name="heldout",
+                    concurrency=config.rollout.max_running,
+                )
+
+        with clock("compile"):
+            trainer.engine.warmup(filtered=trainer.filtered)
+        latest: Evaluation | None = None
+        if progress.success_before is None:
+            latest = await evaluation()
+            progress.success_before = latest.success
+            state = trainer.fit_critic(state, latest.trajectories)
+        writer = MetricsWriter(
+            workdir,
+            start_step=first,
+            tensorboard=config.log.tensorboard,
+            wandb={"project": config.log.wandb} if config.log.wandb else None,
+        )
+        progress.ledger += Ledger(seconds=clock.seconds)
+        with writer, ProgressBar(config.steps, start_step=first) as bar:
+            for step in range(first, config.steps):
+                clock = Stopwatch()
+                compiled = trainer.compilations
+                state, metrics = await _step(trainer, state, progress, step, journal, clock, workdir)
+                last = step + 1 == config.steps
+                if last or (step + 1) % config.evaluate.every == 0:
+                    latest = await evaluation()
+                    metrics |= latest.to_dict()
+                    progress.add(technical_failures=latest.technical_failures)
+                if step >= first + _WARMUP_STEPS:
+                    progress.add(recompilations=trainer.compilations - compiled)
+                metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()}
+                progress.ledger += Ledger(seconds=clock.seconds)
+                writer.write(step, metrics)
+                bar.update(step, metrics)
+                if last or (step + 1) % config.checkpoint.every == 0:
+                    with clock("checkpoint"):
+                        checkpointer.save(
+                            step + 1, state, host=progress.to_dict(), metrics=metrics
+                        )
+                    progress.ledger += Ledger(seconds={"checkpoint": clock.seconds["checkpoint"]})
+        if latest is None:  # the run had already finished
+            latest = await evaluation()
+    checkpointer.close()
+    journal.close()
+    return _finish(config, workdir, progress, latest, trainer)
+
+
+# Steps of a process in which programs may still compile: shapes that only come with branches.
+_WARMUP_STEPS = 2
+
+
+async def _step(
+    trainer: Trainer,
+    state: TrainState,
+    progress: Progress,
+    step: int,
+    journal: Journal,
+    clock: Stopwatch,
+    workdir: Path,
+) -> tuple[TrainState, dict[str, Any]]:
+    config = trainer.config
+
+    # 1-3. Base rollouts, the critic's belief about their states, branches where they teach most.
+    tasks = trainer.tasks_from(progress.cursor)
+    collected = await collect(
+        trainer.step_config,
+        trainer.agent,
+        tasks,
+        step=step,
+        episode_cost=progress.episode_cost,
+        scorer=lambda base: trainer.score_states(state, base),
+        on_finished=lambda trajectory: journal.append(step, trajectory),
+    )
+    collected.ledger.remaining(config.budget)  # raises if the budget was passed
+    trajectories = collected.tree.trajectories
+
+    # One forward pass over everything, branches included, each shared prefix once.
+    with clock("score"):
+        packed = trainer.pack(trajectories)
+        scores = trainer.score(state.params, packed.rows)
+        hidden = trainer.state_features(state, packed, scores)
+        belief = trainer.belief(state, trajectories, hidden)
+
+    # 4. The critic as it stood before this step's outcomes, refined by branches.
+    # 5. The critic learns from old and new evidence.
+    with clock("critic"):
+        values = trainer.refine(collected, belief)
+        if config.critic.enabled:
+            new_critic, critic_metrics = trainer.learn_critic(
+                state, trajectories, hidden, belief
+            )
+            state = dataclasses.replace(state, critic=new_critic)
+            if config.critic.values_from != "before":
+                belief = trainer.belief(state, trajectories, hidden, own_fold=True)
+                values = trainer.refine(collected, belief)
+        else:
+            critic_metrics = {}
+
+    # 6. Segment advantages, spread over tokens.
+    with clock("credit"):
+        batch = trainer.credit_batch(trajectories, values)
+        credits = trainer.estimate(batch)
+
+    # 7. Clipped policy update.
+    with clock("update"):
+        policy_batch = trainer.policy_batch(
+            state, trajectories, packed, scores, batch, credits
+        )
+        state, update_metrics = trainer.update(state, policy_batch)
+
+    # 8. New weights to the engine, under a new version.
+    with clock("push"):
+        await trainer.engine.set_params(state.params, f"v{step + 1}")
+
+    with clock("record"):
+        stats = [{"step": step, **stat.to_dict()} for stat in collected.branch_stats]
+        write_branches(workdir, step, stats)
+        if config.log.tree_tasks:
+            write_trees(
+                workdir,
+                step,
+                record_trees(
+                    collected.tree,
+                    tasks,
+                    **values.for_report(),
+                    segment_advantages=np.asarray(credits.segment_advantages),
+                    max_tasks=config.log.tree_tasks,
+                ),
+            )
+    for phase, seconds in collected.ledger.seconds.items():
+        clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
+    progress.cursor += collected.num_tasks
+    progress.episode_cost = collected.episode_cost
+    progress.ledger += dataclasses.replace(collected.ledger, seconds={})
+    dose = int(np.count_nonzero(policy_batch.mask & (policy_batch.advantages != 0)))
+    progress.add(
+        steps=1,
+        packing_efficiency=packed.packing_efficiency,
+        technical_failures=collected.technical_failures,
+        branch_steps=bool(collected.tree.branches),
+        recomputed_share=collected.recomputed_share,
+        dose_tokens=dose,
+        dose_steps=update_metrics["optimizer_steps"],
+    )
+    progress.sums["max_step_tokens"] = max(
+        progress.sums.get("max_step_tokens", 0), collected.ledger.spent
+    )
+    difference = np.abs(scores.logp - policy_batch.behaviour_logp)[packed.rows.generated_mask]
+    metrics = {
+        **_rollout_metrics(collected, config.budget),
+        **{f"policy/{name}": value for name, value in update_metrics.items()},
+        **{f"critic/{name}": value for name, value in critic_metrics.items()},
+        "policy/entropy": float(scores.entropy[packed.rows.generated_mask].mean()),
+        "logp_difference/mean": float(difference.mean()),
+        "logp_difference/max": float(difference.max()),
+        "credit/std": float(np.std(policy_batch.advantages[policy_batch.mask])),
+        "dose/tokens": dose,
+        "dose/steps": update_metrics["optimizer_steps"],
+        "packing_efficiency": packed.packing_efficiency,
+        "tokens/cumulative": progress.ledger.spent,
+    }
+    return state, metrics
+
+
+def _rollout_metrics(collected: Collected, budget: int) -> dict[str, Any]:
+    """What the rollouts of a step say: success, ledger, and the critic held against branches."""
+    scored = [t for t in collected.tree.base if t.outcome is not None]
+    ledger = collected.ledger.to_dict()
+    metrics = {name: value for name, value in ledger.items() if name.startswith("tokens/")}
+    metrics |= {
+        "budget": budget,
+        "train/success": float(np.mean([t.success for t in scored])) if scored else None,
+        "rollouts/base": len(collected.tree.base),
+        "rollouts/branch": len(collected.tree.branches),
+        "rollouts/cut": sum(t.end == "budget" for t in collected.tree.trajectories),
+        "rollouts/tasks": collected.num_tasks,
+        "rollouts/technical_failures": collected.technical_failures,
+        "rollouts/turns": float(np.mean([len(t.segments) for t in collected.tree.base])),
+        "branches/states": len(collected.branch_stats),
+        "branches/recomputed_share": collected.recomputed_share,
+    }
+    branched = [s for s in collected.branch_stats if s.count]
+    if branched:
+        report = calibration(
+            *(np.array([getattr(s, n) for s in branched]) for n in ("value", "mean", "count"))
+        )
+        costs = [(s.cost_predicted * s.count, s.cost_actual * s.count) for s in branched]
+        predicted, actual = np.sum(costs, axis=0)
+        metrics |= {
+            "critic/error": float(report["value_mse"]),
+            "critic/brier": float(report["brier"]),
+            "critic/calibration_error": float(report["calibration_error"]),
+            "branches/cost_ratio": float(predicted / max(actual, 1)),
+        }
+    return metrics
+
+
+def _resume(
+    config: ml_collections.ConfigDict,
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    journal: Journal,
+) -> tuple[TrainState, Progress, int]:
+    """The newest checkpoint, or the beginning; work that was cut off is accounted for."""
+    state = trainer.init_state()
+    progress, first, saved_by = Progress(0, trainer.episode_cost), 0, 0
+    if checkpointer.latest_step is not None:
+        restored = checkpointer.restore(state)
+        state, first = restored.state, restored.step
+        progress = Progress.from_dict(restored.host)
+        saved_by = progress.attempt
+    if journal.attempt:
+        lost = journal.interrupted(first, saved_by=saved_by)
+        progress.lost["rollouts"] += lost.rollouts
+        progress.lost["tokens"] += lost.tokens
+        rich.console.Console(stderr=True).print(
+            f"resuming at step {first}; {lost.rollouts} finished rollouts ({lost.tokens} tokens) "
+            "of later steps are counted as replayed and played again",
+            highlight=False,
+        )
+    progress.attempt = journal.attempt
+    return state, progress, first
+
+
+def _finish(
+    config: ml_collections.ConfigDict,
+    workdir: Path,
+    progress: Progress,
+    latest: Evaluation,
+    trainer: Trainer,
+) -> dict[str, Any]:
+    """Writes the summary and the report."""
+    ledger, sums = progress.ledger, progress.sums
+    steps = max(sums.get("steps", 0), 1)
+    step_phases = ("rollout", "score", "controller", "critic", "credit", "update", "push", "record")
+    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in step_phases)
+    report = workdir / "report.html"
+    summary = {
+        "method": config.method,
+        "seed": config.seed,
+        "steps": config.steps,
+        "success_before": progress.success_before,
+        "success_after": latest.success,
+        "success_std_error": latest.std_error,
+        "budget_per_step": config.budget,
+        "max_step_tokens": int(sums.get("max_step_tokens", 0)),
+        "generated_tokens": {k: getattr(ledger, k) for k in ("base", "branch", "summary")},
+        "other_tokens": {k: getattr(ledger, k) for k in ("observation", "prefill", "cached")},
+        "replayed": progress.lost,
+        "dose": {
+            "tokens": int(sums.get("dose_tokens", 0)),
+            "optimizer_steps": int(sums.get("dose_steps", 0)),
+        },
+        "wall_s": {phase: round(s, 2) for phase, s in sorted(ledger.seconds.items())},
+        "controller_share": ledger.seconds.get("controller", 0.0) / max(step_seconds, 1e-9),
+        "prefix_recomputed_share": sums.get("recomputed_share", 0.0)
+        / max(sums.get("branch_steps", 0), 1),
+        "packing_efficiency": sums.get("packing_efficiency", 0.0) / steps,
+        "recompilations_after_warmup": int(sums.get("recompilations", 0)),
+        "technical_failures": int(sums.get("technical_failures", 0)),
+        "num_parameters": trainer.num_parameters,
+        "warm_start": str(trainer.start.directory),
+        "report": str(report),
+    }
+    write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    build_report(workdir, report)
+    rich.console.Console().print(format_summary(summary, title=f"{config.method}, {workdir}"))
+    return summary

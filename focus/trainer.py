@@ -1,0 +1,446 @@
+"""The compiled parts of a run, and how a step's rollouts pass through them.
+
+A `Trainer` is made once from a config. It holds functions and fixed shapes; everything that
+changes is in the `TrainState` that goes in and comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.monitoring
+import ml_collections
+import numpy as np
+
+from focus import experiment
+from focus.credit import ESTIMATORS, estimate
+from focus.credit.primitives import masked_whiten
+from focus.credit.refine import leave_one_out_values
+from focus.critic.losses import evidence_id
+from focus.critic.state import CriticState
+from focus.learner import packing, sharding
+from focus.learner.critic import CriticLearner, CriticOptions, StateBelief
+from focus.learner.evidence import make_evidence
+from focus.learner.sequences import credit_batch
+from focus.learner.state import TrainState, init_state, make_optimizer
+from focus.learner.update import (
+    PolicyBatch,
+    Scores,
+    make_policy_update,
+    make_score_fn,
+    transformer_model,
+)
+from focus.policy import transformer
+from focus.rollout import Collected, EpisodeCost, StateScores, make_beliefs, uninformed_scores
+from focus.rollout.embedded import EmbeddedEngine
+from focus.tasks.base import Environment, Task
+from focus.types import Credit, CreditBatch, Trajectory
+from focus.warm_start import WarmStart
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """Values of all states of a step, before and after refinement; [B, S + 1] each.
+
+    Rows are those of `RolloutTree.trajectories`, padded; entries without a state are NaN in
+    `mean` and in `refined`.
+    """
+
+    mean: np.ndarray
+    variance: np.ndarray
+    refined: np.ndarray
+    refined_variance: np.ndarray
+
+    def for_report(self) -> dict[str, np.ndarray]:
+        """Arguments of `focus.report.record_trees`."""
+        return {
+            "values": self.mean,
+            "stds": np.sqrt(self.variance),
+            "refined": self.refined,
+            "refined_stds": np.sqrt(self.refined_variance),
+        }
+
+
+class Compilations:
+    """Counts what XLA compiles in this process."""
+
+    _EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration: float, **unused: Any) -> None:
+        del duration, unused
+        self.count += event == self._EVENT
+
+
+_COMPILATIONS = Compilations()
+
+
+class Trainer:
+    """Compiled functions of a run, and the engine and agents that play.
+
+    Args:
+      config: of the run, validated.
+      env: the environment.
+      start: tokenizer and initial parameters.
+
+    Raises:
+      ValueError: sizes that do not fit together.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, env: Environment, start: WarmStart):
+        self.config, self.env, self.start = config, env, start
+        model = experiment.model_config(config)
+        start.chat.check_model(model.vocab_size)
+        self.num_parameters = transformer.num_params(model)
+        self.step_config = experiment.step_config(config)
+        self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
+        self.mesh = sharding.make_mesh(**config.mesh.to_dict())
+        self._optimizer = make_optimizer(experiment.optimizer_config(config))
+        policy = transformer_model(model)
+        self.score = make_score_fn(
+            policy,
+            mesh=self.mesh,
+            micro_rows=config.learner.micro_rows,
+            temperature=config.rollout.temperature,
+        )
+        self.critic = self._make_critic() if config.critic.enabled else None
+        self.state_shardings = sharding.shardings_of(
+            jax.eval_shape(self._init, start.params), self.mesh
+        )
+        self.update = make_policy_update(
+            policy,
+            self._optimizer,
+            experiment.loss_config(config),
+            experiment.update_config(config),
+            mesh=self.mesh,
+            shardings=self.state_shardings,
+        )
+        self._estimate = jax.jit(
+            functools.partial(
+                estimate,
+                config.credit.estimator,
+                **{
+                    name: config.credit[name]
+                    for name in ESTIMATORS[config.credit.estimator].hparams
+                    if name in config.credit
+                },
+            )
+        )
+        self._whiten = jax.jit(masked_whiten)
+        self._leave_one_out = jax.jit(leave_one_out_values)
+        self.filtered = config.rollout.top_p < 1 or config.rollout.top_k != -1
+        self.engine = EmbeddedEngine(
+            model,
+            start.params,
+            decode=start.chat.decode,
+            eos_token_ids=start.chat.stop_token_ids,
+            max_running=config.rollout.max_running,
+            retained=config.rollout.retained,
+            decode_steps=config.rollout.decode_steps,
+        )
+        make_agent = functools.partial(
+            experiment.make_agent, config, env, start.chat, self.engine
+        )
+        self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
+        # Held-out tasks are played with the same random numbers in every run and at every step.
+        self.eval_agent = make_agent(temperature=config.evaluate.temperature, run_seed=0)
+        self._train_tasks = env.tasks("train")
+        self.heldout_tasks = env.tasks("heldout")[: config.evaluate.num_tasks]
+
+    @property
+    def compilations(self) -> int:
+        """Programs that this process has compiled."""
+        return _COMPILATIONS.count
+
+    def tasks_from(self, cursor: int, count: int = 256) -> tuple[Task, ...]:
+        """The next tasks: every epoch is a permutation of its own, fixed by the seed."""
+        total = len(self._train_tasks)
+        tasks = []
+        for i in range(cursor, cursor + count):
+            epoch, place = divmod(i, total)
+            order = _permutation(self.config.seed, epoch, total)
+            tasks.append(self._train_tasks[order[place]])
+        return tuple(tasks)
+
+    def init_state(self) -> TrainState:
+        """The state before the first step, born sharded."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)(self.start.params)
+
+    def _init(self, params: Any) -> TrainState:
+        critic = None
+        if self.critic is not None:
+            critic = self.critic.init(jax.random.key(self.config.seed))
+        return init_state(params, self._optimizer, critic)
+
+    def _make_critic(self) -> CriticLearner:
+        c = self.config.critic
+        return CriticLearner(
+            experiment.critic_config(self.config),
+            CriticOptions(
+                learning_rate=c.learning_rate,
+                epochs=c.epochs,
+                capacity=c.capacity,
+                replay_steps=c.replay_steps,
+                uncertainty=c.uncertainty,
+            ),
+        )
+
+    # Shapes.
+
+    def pack(self, trajectories: Sequence[Trajectory]) -> packing.PackedRows:
+        """Trajectories to rows, every shared prefix once."""
+        c = self.config.learner
+        return packing.pack_trajectories(
+            trajectories,
+            row_length=c.row_length,
+            max_nodes=c.max_nodes,
+            max_states=c.max_states,
+            rows_multiple=c.micro_rows,
+        )
+
+    def credit_batch(
+        self, trajectories: Sequence[Trajectory], values: Values | None, *, to_train: bool = True
+    ) -> CreditBatch:
+        """The arrays that estimators read; one row per trajectory.
+
+        Args:
+          trajectories: base rollouts, then branches.
+          values: refined values, if there is a critic.
+          to_train: leave branches out of the rows (not of the continuations) if the policy is
+            not trained on them.
+        """
+        c = self.config
+        per_turn = c.rollout.max_turn_tokens + self.agent.contexts.summary_tokens
+        value = variance = None
+        if values is not None:
+            value = np.nan_to_num(values.refined)
+            variance = values.refined_variance
+        batch = credit_batch(
+            trajectories,
+            num_segments=self.env.max_turns,
+            num_tokens=self.env.max_turns * per_turn,
+            num_rows=tuple(c.learner.row_buckets),
+            num_continuations=c.branching.max_per_state,
+            discount=c.credit.discount,
+            value=value,
+            value_variance=variance,
+        )
+        if to_train and not c.credit.train_on_branches:
+            batch.row_mask[: len(trajectories)] &= [t.parent is None for t in trajectories]
+        return batch
+
+    # The critic.
+
+    def state_features(
+        self, state: TrainState, packed: packing.PackedRows, scores: Scores
+    ) -> np.ndarray:
+        """[B, S + 1, H] hidden states at states, of the policy."""
+        del state
+        rows = min(b for b in self.config.learner.row_buckets if b >= packed.num_trajectories)
+        return packed.states_to_trajectories(scores.state_hidden, (rows, self.env.max_turns + 1))
+
+    def belief(
+        self,
+        state: TrainState,
+        trajectories: Sequence[Trajectory],
+        hidden: np.ndarray,
+        *,
+        own_fold: bool = False,
+    ) -> StateBelief | None:
+        """What the critic believes of all states; None without a critic.
+
+        Args:
+          state: holds the critic.
+          trajectories: rows of `hidden`.
+          hidden: [B, S + 1, H].
+          own_fold: with cross-fitting, read a task's states with the members that never train
+            on it.
+        """
+        if self.critic is None:
+            return None
+        fold = None
+        if self.critic.config.num_folds > 1 and own_fold:
+            fold = np.zeros(hidden.shape[0], np.int32)
+            fold[: len(trajectories)] = [
+                evidence_id(t.task_id) % self.critic.config.num_folds for t in trajectories
+            ]
+        return self.critic.belief(state.critic, hidden, fold)
+
+    def score_states(self, state: TrainState, base: Sequence[Trajectory]) -> StateScores:
+        """The forward pass that planning reads: `Scorer` of the controller."""
+        packed = self.pack(base)
+        scores = self.score(state.params, packed.rows)
+        hidden = self.state_features(state, packed, scores)
+        belief = self.belief(state, base, hidden)
+        if belief is None:
+            return uninformed_scores(base)
+        rows = len(base)
+        return StateScores(
+            mean=belief.mean[:rows],
+            error_features=belief.error_features[:rows],
+            noise_var=belief.noise_var[:rows],
+            cost=belief.cost[:rows],
+        )
+
+    def fit_critic(self, state: TrainState, trajectories: Sequence[Trajectory]) -> TrainState:
+        """Sets the critic's feature scale from first rollouts; their outcomes are not read."""
+        if self.critic is None:
+            return state
+        packed = self.pack(trajectories)
+        hidden = self.state_features(state, packed, self.score(state.params, packed.rows))
+        mask = packed.state_mask(hidden.shape[:2])
+        critic = self.critic.fit_standardisation(state.critic, hidden, mask)
+        return dataclasses.replace(state, critic=critic)
+
+    def refine(self, collected: Collected, belief: StateBelief | None) -> Values | None:
+        """Critic fused with branch outcomes, so that no outcome reaches its own baseline.
+
+        States of base rollouts read all branches. The first state of a branch reads its
+        siblings' outcomes and not its own; its later states read the critic alone, because what
+        a branch has found out about its parent's states contains its own outcome.
+
+        Args:
+          collected: the step's rollouts.
+          belief: the critic's belief about all their states.
+
+        Returns:
+          Values, None without a critic.
+        """
+        if belief is None:
+            return None
+        tree, config = collected.tree, self.config
+        exists = np.zeros(belief.mean.shape, bool)
+        for b, trajectory in enumerate(tree.trajectories):
+            exists[b, : len(trajectory.states)] = [bool(s.prompt_ids) for s in trajectory.states]
+        mean = np.where(exists, belief.mean, np.nan)
+        variance = np.where(exists, belief.variance, 0.0)
+        refined, refined_variance = mean.copy(), variance.copy()
+        if collected.beliefs is not None and config.critic.refine != "none":
+            base = len(tree.base)
+            beliefs = make_beliefs(
+                tree.base,
+                StateScores(
+                    **{
+                        name: getattr(belief, name)[:base]
+                        for name in ("mean", "error_features", "noise_var", "cost")
+                    }
+                ),
+                env_branchable=True,
+                max_context=self.engine.info().max_context,
+                smallest_bucket=self.step_config.state_bucket,
+            )
+            beliefs = dataclasses.replace(
+                beliefs,
+                branch_count=collected.beliefs.branch_count,
+                branch_sum=collected.beliefs.branch_sum,
+            )
+            new, left = beliefs.refine(config.critic.refine, self.step_config.value_range)
+            states = beliefs.shape[1]
+            there = exists[:base, :states]
+            refined[:base, :states][there] = beliefs.to_trajectories(new)[there]
+            refined_variance[:base, :states][there] = beliefs.to_trajectories(left)[there]
+            self._refine_branches(collected, belief, refined)
+        return Values(mean, variance, refined, refined_variance)
+
+    def _refine_branches(self, collected: Collected, belief: StateBelief, refined) -> None:
+        """Writes the values of branches' first states into `refined`."""
+        tree, base = collected.tree, len(collected.tree.base)
+        beliefs = collected.beliefs
+        row_of = {tuple(index): row for row, index in enumerate(beliefs.index.tolist())}
+        index_of = {t.id: b for b, t in enumerate(tree.base)}
+        count, total, own = np.zeros((3, belief.mean.shape[0]), np.float32)
+        for b, branch in enumerate(tree.branches, start=base):
+            row = row_of[index_of[branch.parent], branch.parent_state]
+            scored = branch.outcome is not None
+            count[b] = beliefs.branch_count[row] - scored
+            own[b] = branch.outcome if scored else 0.0
+            total[b] = beliefs.branch_sum[row] - own[b]
+        first = jax.device_get(
+            self._leave_one_out(
+                *jax.device_put(
+                    (belief.mean[:, 0], belief.variance[:, 0], belief.noise_var[:, 0], total, count)
+                )
+            )
+        )
+        refined[base : base + len(tree.branches), 0] = first[base : base + len(tree.branches)]
+
+    def learn_critic(
+        self,
+        state: TrainState,
+        trajectories: Sequence[Trajectory],
+        hidden: np.ndarray,
+        belief: StateBelief,
+    ) -> tuple[CriticState, dict[str, float]]:
+        """One step's evidence into the critic."""
+        c = self.config
+        batch = self.credit_batch(trajectories, None, to_train=False)
+        evidence = make_evidence(
+            trajectories,
+            batch,
+            hidden,
+            belief.mean[: len(batch.row_mask)],
+            size=c.critic.evidence_bucket,
+            num_folds=self.critic.config.num_folds,
+            truncation=c.credit.truncation,
+            discount=c.credit.discount,
+            lambda_=c.critic.lambda_,
+        )
+        step = int(jax.device_get(state.step))
+        key = jax.random.fold_in(jax.random.key(c.seed), step)
+        return self.critic.learn(state.critic, evidence, key)
+
+    # Credit and the policy.
+
+    def estimate(self, batch: CreditBatch) -> Credit:
+        """Advantages of the configured estimator (NumPy), whitened if the config says so."""
+        credit = self._estimate(jax.device_put(batch))
+        if self.config.credit.whiten:
+            advantages = self._whiten(credit.advantages, credit.mask)
+            credit = dataclasses.replace(credit, advantages=advantages)
+        return jax.device_get(credit)
+
+    def policy_batch(
+        self,
+        state: TrainState,
+        trajectories: Sequence[Trajectory],
+        packed: packing.PackedRows,
+        scores: Scores,
+        batch: CreditBatch,
+        credit: Credit,
+    ) -> PolicyBatch:
+        """Credit on the trajectory axis to the rows that the model reads."""
+        c = self.config.credit
+        weight = np.ones((len(batch.row_mask), 1), np.float32)
+        for b, trajectory in enumerate(trajectories):
+            if trajectory.parent is not None:
+                weight[b] = c.branch_weight
+        return PolicyBatch(
+            rows=packed.rows,
+            mask=packed.to_rows(np.asarray(credit.mask)),
+            advantages=packed.to_rows(np.asarray(credit.advantages) * weight),
+            old_logp=scores.logp,
+            behaviour_logp=packed.to_rows(batch.behaviour_logp),
+            ref_logp=self._reference(packed),
+        )
+
+    def _reference(self, packed: packing.PackedRows) -> np.ndarray | None:
+        """Log-probs under the warm start, where the loss wants them."""
+        if not self.config.learner.kl_coefficient:
+            return None
+        return self.score(self._reference_params(), packed.rows).logp
+
+    @functools.cache
+    def _reference_params(self) -> Any:
+        return jax.device_put(self.start.params, self.state_shardings.params)
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(size)

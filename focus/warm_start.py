@@ -1,0 +1,251 @@
+"""Where training starts: a policy that imitates a scripted, error-prone agent.
+
+Made once and kept under a hash of everything that determines it: the parts of the config that
+matter, the source of the modules that make it, and the versions of the libraries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import jax
+import ml_collections
+import numpy as np
+import rich.progress
+import safetensors.numpy
+
+from focus import experiment
+from focus.context.summarize import HEADING, INSTRUCTION
+from focus.learner import packing, sharding
+from focus.learner.state import OptimizerConfig, init_state, make_optimizer
+from focus.learner.update import (
+    SupervisedBatch,
+    UpdateConfig,
+    make_supervised_update,
+    transformer_model,
+)
+from focus.policy import transformer
+from focus.policy.tokens import CHAT_FORMATS, Chat, train_tokenizer
+from focus.tasks import scripted
+from focus.tasks.deep_search import DeepSearch
+
+# Whatever these say decides what a warm start is; a change of theirs makes a new one.
+_SOURCES = (
+    "warm_start.py",
+    "context/summarize.py",
+    "learner/update.py",
+    "learner/state.py",
+    "policy/attention.py",
+    "policy/tokens.py",
+    "policy/transformer.py",
+    "tasks/deep_search.py",
+    "tasks/facts.py",
+    "tasks/scripted.py",
+    "tasks/world.py",
+)
+_LIBRARIES = ("jax", "numpy", "optax", "tokenizers", "countryinfo", "bm25s")
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    """What a run begins with.
+
+    Attributes:
+      chat: tokenizer and chat format.
+      params: parameters of the policy (NumPy).
+      directory: where it is kept.
+      made: whether it was made now; False if it was there.
+    """
+
+    chat: Chat
+    params: Any
+    directory: Path
+    made: bool
+
+
+def fingerprint(config: ml_collections.ConfigDict) -> str:
+    """Hash of everything that determines a warm start."""
+    parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start")}
+    parts["task"].pop("max_turns")
+    parts["seed"] = config.seed if config.warm_start.seed is None else config.warm_start.seed
+    parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStart:
+    """The warm start of a config, from the cache if it is there.
+
+    Args:
+      config: of the run.
+      env: the environment to be learnt.
+
+    Returns:
+      WarmStart.
+
+    Raises:
+      ValueError: the task has no scripted agent, or the cached files are damaged.
+    """
+    directory = experiment.cache_dir(config) / "warm_start" / fingerprint(config)
+    if directory.is_dir():
+        chat, params = _read(directory, config)
+        return WarmStart(chat, params, directory, made=False)
+    if not isinstance(env, DeepSearch):
+        raise ValueError(
+            f"task {env.name!r} has no scripted agent to imitate; start from a checkpoint"
+        )
+    chat, params = make(config, env)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Written under another name first: a killed run must not leave half a warm start.
+    partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".partial-"))
+    chat.save(partial)
+    safetensors.numpy.save_file(_flat(params), partial / "params.safetensors")
+    try:
+        os.rename(partial, directory)
+    except OSError:  # another run was faster; both made the same
+        shutil.rmtree(partial)
+    return WarmStart(chat, params, directory, made=True)
+
+
+def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]:
+    """Plays the scripted agent, trains a tokenizer on its episodes and a policy to imitate it.
+
+    Half of the episodes are played in fictional worlds, where names have to be copied because
+    they cannot be known.
+
+    Returns:
+      Chat and parameters (NumPy).
+    """
+    w = config.warm_start
+    seed = config.seed if w.seed is None else w.seed
+    worlds = scripted.fictional_envs(
+        w.worlds,
+        seed,
+        hops=tuple(config.task.hops),
+        max_turns=config.task.max_turns,
+        snippet_words=config.task.snippet_words,
+    )
+    shares = [w.real_fraction] + [(1 - w.real_fraction) / w.worlds] * w.worlds
+    demonstrations = list(
+        scripted.demonstrations([env, *worlds], w.episodes, seed, weights=shares)
+    )
+    chat_format = CHAT_FORMATS[config.model.chat_format]
+    tokenizer = train_tokenizer(
+        _texts(demonstrations),
+        vocab_size=config.model.vocab_size,
+        special_tokens=chat_format.special_tokens,
+    )
+    chat = Chat(tokenizer, chat_format)
+    contexts = experiment.make_contexts(config, chat)
+    trajectories = [
+        scripted.to_trajectory(demonstration, str(i), env, chat, contexts)
+        for i, demonstration in enumerate(demonstrations)
+    ]
+    batches = _batches(config, trajectories, seed)
+    params = _imitate(config, batches, seed)
+    return chat, params
+
+
+def _texts(demonstrations: Sequence[scripted.Demonstration]) -> Iterator[str]:
+    for d in demonstrations:
+        yield d.task.prompt
+        yield from d.actions
+        yield from d.observations
+        yield from d.notes
+    yield from (INSTRUCTION, HEADING)
+
+
+def _batches(config, trajectories, seed: int) -> Iterator[SupervisedBatch]:
+    """Endless minibatches. Episodes are packed some hundred at a time: packing is quadratic."""
+    w, chunk = config.warm_start, 256
+    parts = [
+        packing.pack_trajectories(
+            trajectories[i : i + chunk],
+            row_length=config.model.max_context,
+            max_nodes=config.learner.max_nodes,
+            max_states=config.learner.max_states,
+        ).rows
+        for i in range(0, len(trajectories), chunk)
+    ]
+    rows = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    rng = np.random.default_rng(seed)
+    while True:
+        order = rng.permutation(rows.num_rows)
+        for i in range(0, len(order) - w.batch_rows + 1, w.batch_rows):
+            batch = packing.take_rows(rows, order[i : i + w.batch_rows], w.batch_rows)
+            weights = np.where(batch.generated_mask, 1.0, w.observation_weight)
+            yield SupervisedBatch(batch, batch.parent >= 0, weights.astype(np.float32))
+
+
+def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
+    w = config.warm_start
+    model = experiment.model_config(config)
+    mesh = sharding.make_mesh(**config.mesh.to_dict())
+    optimizer = make_optimizer(
+        OptimizerConfig(
+            learning_rate=w.learning_rate,
+            schedule="cosine",
+            warmup_steps=min(20, w.steps // 2),
+            total_steps=w.steps,
+            weight_decay=0.01,
+        )
+    )
+
+    def init(key):
+        return init_state(transformer.init_params(model, key), optimizer)
+
+    state, shardings = sharding.init_sharded(init, jax.random.key(seed), mesh=mesh)
+    update = make_supervised_update(
+        transformer_model(model),
+        optimizer,
+        UpdateConfig(micro_rows=w.batch_rows, seed=seed),
+        mesh=mesh,
+        shardings=shardings,
+    )
+    columns = (
+        rich.progress.TextColumn("warm start"),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=w.steps, loss=float("nan"))
+        for step in range(w.steps):
+            state, metrics = update(state, next(batches))
+            bar.update(task, advance=1, loss=metrics["loss"])
+            if not console.is_terminal and (step + 1) % max(w.steps // 5, 1) == 0:
+                console.print(f"warm start {step + 1}/{w.steps}  loss {metrics['loss']:.3f}")
+    return jax.device_get(state.params)
+
+
+def _flat(params: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {sharding.path_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _read(directory: Path, config: ml_collections.ConfigDict) -> tuple[Chat, Any]:
+    try:
+        flat = safetensors.numpy.load_file(directory / "params.safetensors")
+        chat = Chat.load(directory)
+    except Exception as error:
+        raise ValueError(
+            f"the warm start in {directory} cannot be read ({error}); delete that directory and "
+            "it is made again"
+        ) from error
+    shapes = transformer.param_shapes(experiment.model_config(config))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    return chat, treedef.unflatten([flat[sharding.path_name(path)] for path, _ in leaves])

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets up and trains the quickstart agent:
+#   bash scripts/quickstart.sh [METHOD] [--config.key=value ...]
+# METHOD is focus (default), focus_summarize, grpo, vineppo or ppo. The run is kept in
+# runs/quickstart-METHOD (set WORKDIR for another place); the same command resumes it.
+source "$(dirname "$0")/setup.sh" ""
+method=focus
+if [[ $# -gt 0 && "$1" != --* ]]; then
+  method="$1"
+  shift
+fi
+workdir="${WORKDIR:-runs/quickstart-$method}"
+exec .venv/bin/python scripts/train.py --config "configs/quickstart.py:$method" --workdir "$workdir" "$@"

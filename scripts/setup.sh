@@ -1,0 +1,21 @@
+# Sourced by the other scripts: makes .venv and installs the package with the extras in $1 ("" or
+# "dev"). A second run with an unchanged setup.py reuses what is there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python="${PYTHON:-python3}"
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo "focus needs Python >= 3.11; $python is $("$python" --version). Set PYTHON=/path/to/python3.11" >&2
+  exit 1
+fi
+extras="${1:-}"
+stamp=".venv/.installed${extras:+-$extras}"
+wanted="$("$python" --version) $(cksum < setup.py)"
+if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
+  echo "installing focus${extras:+[$extras]} into .venv ..." >&2
+  [[ -x .venv/bin/python ]] || "$python" -m venv .venv
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".${extras:+[$extras]}"
+  echo "$wanted" > "$stamp"
+fi
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"

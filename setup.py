@@ -1,0 +1,53 @@
+"""Installs focus: `pip install -e .`, with extras `dev`, `notebooks`, `tensorboard`, `wandb`."""
+
+from setuptools import find_packages, setup
+
+CORE = [
+    # The numerical core. Both Python 3.11 (jax 0.10) and 3.12 (jax 0.12) must resolve.
+    "jax>=0.10.2,<0.14",
+    "flax>=0.12.8,<0.14",
+    "optax>=0.2.8,<0.4",
+    "orbax-checkpoint>=0.12.8,<0.14",
+    "chex>=0.1.92,<0.3",
+    "numpy>=2.0,<3",
+    "ml-collections>=1.1,<2",
+    "absl-py>=2.1,<3",  # flags of the scripts; ml-collections needs it for its config flag
+    # Text: byte-level BPE in Rust, the library behind every tokenizer.json we will meet.
+    "tokenizers>=0.21,<0.24",
+    # Tasks: BM25 with sparse scores (numpy only), and the facts of deep_search (MIT).
+    "bm25s>=0.2.6,<0.4",
+    "countryinfo>=1.0.1,<2",
+    # What a person looks at: progress and tables, plots, the HTML report.
+    "rich>=13.9,<16",
+    "matplotlib>=3.9,<4",
+    "jinja2>=3.1,<4",
+]
+
+EXTRAS = {
+    "tensorboard": ["tensorboardX>=2.6,<3"],  # writes event files without TensorFlow
+    "wandb": ["wandb>=0.19"],
+    "notebooks": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],
+    "dev": [
+        "pytest>=8.3,<10",
+        "pytest-asyncio>=0.25,<2",
+        "pytest-xdist>=3.6,<4",
+        "hypothesis>=6.120,<7",
+        "ruff>=0.9",
+        "tensorboardX>=2.6,<3",
+        "nbclient>=0.10",
+        "nbformat>=5.10",
+        "ipykernel>=6.29",
+    ],
+}
+
+setup(
+    name="focus",
+    version="0.1.0",
+    description="Credit assignment for long-horizon language-model agents, in JAX",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["focus", "focus.*"]),
+    package_data={"focus.report": ["*.j2"]},
+    install_requires=CORE,
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,130 @@
+"""Chunked log-probs equal the plain ones, in value, gradient and meaning, in less memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from focus.policy import token_logprobs, transformer
+from focus.policy.logprobs import chunked_logprobs, default_chunk
+
+
+def plain(hidden, unembedding, targets, temperature):
+    logits = hidden @ unembedding.T / (temperature if temperature > 0 else 1.0)
+    logp = jax.nn.log_softmax(logits)
+    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0], entropy
+
+
+def inputs(seed, rows, length, vocab, width=8):
+    keys = jax.random.split(jax.random.key(seed), 5)
+    return (
+        jax.random.normal(keys[0], (rows, length, width)),
+        jax.random.normal(keys[1], (vocab, width)),
+        jax.random.randint(keys[2], (rows, length), 0, vocab),
+        jax.random.normal(keys[3], (rows, length)),
+        jax.random.normal(keys[4], (rows, length)),
+    )
+
+
+@pytest.mark.parametrize("length,chunk,temperature", [(5, 2, 0.7), (4, 1, 0.0), (6, None, 1.0)])
+def test_chunks_change_neither_values_nor_gradients(length, chunk, temperature):
+    """Pitfall 17, with cotangents for the log-prob and for the entropy."""
+    hidden, unembedding, targets, g_logp, g_entropy = inputs(length, 2, length, 11)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pull(function):
+        out, vjp = jax.vjp(function, hidden, unembedding)
+        return out, vjp((g_logp, g_entropy))
+
+    got = pull(lambda h, w: chunked_logprobs(h, w, targets, temperature=temperature, chunk=chunk))
+    want = pull(lambda h, w: plain(h, w, targets, temperature))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, want)
+
+
+def test_one_row_needs_no_leading_axis():
+    hidden, unembedding, targets, *_ = inputs(0, 1, 5, 11)
+    got = chunked_logprobs(hidden[0], unembedding, targets[0], chunk=2)
+    want = plain(hidden[0], unembedding, targets[0], 1.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+
+
+def test_large_logits_stay_finite():
+    hidden = jnp.array([[1e4, -1e4]])
+    got = chunked_logprobs(hidden, jnp.eye(2), jnp.array([1]))
+    np.testing.assert_allclose(got, ([-2e4], [0.0]))
+    grads = jax.grad(lambda h: sum(x.sum() for x in chunked_logprobs(h, jnp.eye(2), jnp.array([1]))))
+    assert np.isfinite(grads(hidden)).all()
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary():
+    """Pitfall 17: forward and backward, temporary memory of the compiled program."""
+    vocab, width, chunk = 4096, 8, 16
+
+    def temporary_bytes(length, function):
+        shapes = (
+            jax.ShapeDtypeStruct((length, width), jnp.float32),
+            jax.ShapeDtypeStruct((vocab, width), jnp.float32),
+            jax.ShapeDtypeStruct((length,), jnp.int32),
+        )
+        loss = jax.grad(lambda h, w, y: function(h, w, y)[0].sum(), argnums=(0, 1))
+        return jax.jit(loss).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    def chunked(h, w, y):
+        return chunked_logprobs(h, w, y, chunk=chunk)
+
+    logits = 4 * 512 * vocab
+    small, large = temporary_bytes(64, chunked), temporary_bytes(512, chunked)
+    assert large - small < logits / 20
+    assert large < logits / 4 < temporary_bytes(512, lambda h, w, y: plain(h, w, y, 1.0))
+
+
+def test_default_chunk_bounds_the_logits_and_wastes_little():
+    assert default_chunk(16, 256, 768) == 256  # small enough to be taken at once
+    for length in (1000, 4096, 32768):
+        chunk = default_chunk(2, length, 151936)
+        assert 2 * chunk * 151936 <= 2**22
+        assert -(-length // chunk) * chunk - length < chunk
+
+
+CONFIG = transformer.ModelConfig(
+    vocab_size=13, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=24,
+    max_context=32,
+)
+PARAMS = jax.jit(transformer.init_params, static_argnums=0)(CONFIG, jax.random.key(0))
+score = jax.jit(token_logprobs, static_argnums=0, static_argnames="temperature")
+
+
+@jax.jit
+def full_logits(tokens):
+    return transformer.unembed(CONFIG, PARAMS, transformer.hidden_states(CONFIG, PARAMS, tokens))
+
+
+def test_packed_sequences_score_as_they_do_alone():
+    rng = np.random.default_rng(0)
+    first, second = rng.integers(0, 13, 5), rng.integers(0, 13, 5)
+    tokens = np.concatenate([first, second, [0, 0]])[None]
+    segment_ids = np.array([[0] * 5 + [1] * 5 + [-1] * 2])
+    got = score(CONFIG, PARAMS, tokens, segment_ids=segment_ids, temperature=0.7)[0]
+    for sequence, part in ((first, got[:5]), (second, got[5:10])):
+        alone = score(CONFIG, PARAMS, sequence[None], temperature=0.7)[0]
+        np.testing.assert_allclose(part, alone, atol=1e-5)
+        logp = jax.nn.log_softmax(full_logits(sequence[None])[0] / 0.7)
+        want = logp[np.arange(len(sequence) - 1), sequence[1:]]
+        np.testing.assert_allclose(part[1:], want, atol=1e-5)
+        assert part[0] == 0
+    assert (got[10:] == 0).all()
+
+
+def test_given_positions_are_used():
+    tokens = np.array([[1, 2, 3, 4]])
+    far = score(CONFIG, PARAMS, tokens, positions=np.array([[0, 9, 1, 20]]))
+    near = score(CONFIG, PARAMS, tokens)
+    # Rotary embeddings see differences of positions: a shift is invisible, a stretch is not.
+    shifted = score(CONFIG, PARAMS, tokens, positions=np.array([[3, 4, 5, 6]]))
+    np.testing.assert_allclose(near, shifted, atol=1e-5)
+    assert np.abs(near - far).max() > 1e-6
+    with pytest.raises(AssertionError):
+        chunked_logprobs(jnp.zeros((3, 4, 8)), jnp.zeros((5, 8)), jnp.zeros((3, 5), int))
