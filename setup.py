@@ -18,6 +18,7 @@ CORE = [
     "bm25s>=0.2.6,<0.4",
     "countryinfo>=1.0.1,<2",
     # What a person looks at: progress and tables, plots, the HTML report.
+    "safetensors>=0.5,<0.8",  # how weights are kept outside of checkpoints
     "rich>=13.9,<16",
     "matplotlib>=3.9,<4",
     "jinja2>=3.1,<4",

@@ -25,7 +25,7 @@ from focus.critic.state import CriticState
 from focus.learner import packing, sharding
 from focus.learner.critic import CriticLearner, CriticOptions, StateBelief
 from focus.learner.evidence import make_evidence
-from focus.learner.sequences import credit_batch
+from focus.learner.batches import credit_batch
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import (
     PolicyBatch,

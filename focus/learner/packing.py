@@ -18,7 +18,7 @@ Everything here runs on the host in NumPy.
 from __future__ import annotations
 
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -157,9 +157,7 @@ class PackedRows:
           [B, S + 1, ...] in the dtype of `values`.
         """
         shape = shape or (self.num_trajectories, self.num_states)
-        return self._scatter(
-            np.asarray(values), shape, self.state_index, self.state_place, fill
-        )
+        return self._scatter(np.asarray(values), shape, self.state_index, self.state_place, fill)
 
     def state_mask(self, shape: tuple[int, int] | None = None) -> np.ndarray:
         """[B, S + 1] bool: states that have a position."""
@@ -283,8 +281,8 @@ class _Packer:
                 f"into a row of {max_states}; raise learner.max_states"
             )
         raise ValueError(
-            f"trajectory {piece.owner}: a sequence of {ancestors + 1} nested nodes does not fit into "
-            f"a row of {max_nodes}; raise learner.max_nodes"
+            f"trajectory {piece.owner}: a sequence of {ancestors + 1} nested nodes does not fit "
+            f"into a row of {max_nodes}; raise learner.max_nodes"
         )
 
 

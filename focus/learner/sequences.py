@@ -7,7 +7,7 @@ the span must extend the previous prompt and output, token for token. Nothing is
 from __future__ import annotations
 
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 from focus.types import State, Trajectory
 
@@ -93,10 +93,8 @@ def _spans(index: int, trajectory: Trajectory, row_length: int) -> tuple[list[_S
     for j, segment in enumerate(trajectory.segments):
         add_state(j, trajectory.states[j], trajectory.states[j].prompt_ids)
         for generation in segment.generations:
-            sequence = extend(
-                generation.prompt_ids, generation.span, f"a prompt of segment {j} "
-                f"({generation.kind})",
-            )
+            what = f"the {generation.kind} prompt of segment {j}"
+            sequence = extend(generation.prompt_ids, generation.span, what)
             if not sequence.tokens:
                 raise ValueError(f"trajectory {trajectory.id}: segment {j} has an empty prompt")
             length = len(generation.output_ids)
@@ -116,9 +114,7 @@ def _spans(index: int, trajectory: Trajectory, row_length: int) -> tuple[list[_S
     return sequences, clipped
 
 
-def cut_into_pieces(
-    trajectories: Sequence[Trajectory], row_length: int
-) -> tuple[list[Piece], int]:
+def cut_into_pieces(trajectories: Sequence[Trajectory], row_length: int) -> tuple[list[Piece], int]:
     """Cuts the sequences of all trajectories at the points where they part.
 
     A branch hangs on its parent at the state that it left from. Base trajectories with the same
@@ -140,10 +136,9 @@ def cut_into_pieces(
     pieces: list[Piece] = []
     # Per trajectory and state: the piece and the index there of the state's last prompt token.
     places: list[dict[int, tuple[int, int]]] = [{} for _ in trajectories]
-    clipped = 0
-    shared_prompt = _shared_first_prompts(trajectories, ids)
+    shared_prompts = _shared_first_prompts(trajectories, ids)
     trunks: dict[tuple[int, ...], tuple[int, int]] = {}
-
+    clipped = 0
     for index in _parents_first(trajectories, ids):
         trajectory = trajectories[index]
         sequences, was_clipped = _spans(index, trajectory, row_length)
@@ -151,29 +146,30 @@ def cut_into_pieces(
         hang_on = None
         prompt = trajectory.states[0].prompt_ids
         if trajectory.parent in ids:
-            hang_on = places[ids[trajectory.parent]].get(trajectory.parent_state)
-            if hang_on is None:
-                raise ValueError(
-                    f"branch {trajectory.id} left state {trajectory.parent_state} of "
-                    f"{trajectory.parent}, which has no prompt to continue from"
-                )
-            if _tokens_up_to(pieces, *hang_on) != list(prompt):
-                raise ValueError(
-                    f"branch {trajectory.id} does not start with the prompt of state "
-                    f"{trajectory.parent_state} of {trajectory.parent}"
-                )
-        elif prompt in shared_prompt:
+            hang_on = _branch_point(pieces, places[ids[trajectory.parent]], trajectory)
+        elif prompt in shared_prompts:
             if prompt not in trunks:
                 pieces.append(Piece(trajectory.id, prompt[:row_length]))
                 trunks[prompt] = (len(pieces) - 1, len(pieces[-1].tokens) - 1)
             hang_on = trunks[prompt]
-        for number, sequence in enumerate(sequences):
-            _add_piece(pieces, places[index], index, trajectory, sequence,
-                       hang_on if number == 0 else None)
+        for sequence in sequences:
+            _add_piece(pieces, places[index], index, trajectory.id, sequence, hang_on)
+            hang_on = None  # after a compaction nothing is shared
     return pieces, clipped
 
 
-def _add_piece(pieces, places, index, trajectory, sequence, hang_on) -> None:
+def _branch_point(pieces, parent_places, branch: Trajectory) -> tuple[int, int]:
+    """Piece and index of the last token that a branch shares with its parent."""
+    place = parent_places.get(branch.parent_state)
+    state = f"state {branch.parent_state} of {branch.parent}"
+    if place is None:
+        raise ValueError(f"branch {branch.id} left {state}, which has no prompt to continue from")
+    if _tokens_up_to(pieces, *place) != list(branch.states[0].prompt_ids):
+        raise ValueError(f"branch {branch.id} does not start with the prompt of {state}")
+    return place
+
+
+def _add_piece(pieces, places, index, owner, sequence, hang_on) -> None:
     """Stores what a sequence adds to the piece it hangs on, `hang_on = (piece, last index)`."""
     depth = 0
     if hang_on is not None:
@@ -181,7 +177,7 @@ def _add_piece(pieces, places, index, trajectory, sequence, hang_on) -> None:
     if len(sequence.tokens) > depth:
         pieces.append(
             Piece(
-                owner=trajectory.id,
+                owner=owner,
                 tokens=tuple(sequence.tokens[depth:]),
                 depth=depth,
                 parent=None if hang_on is None else hang_on[0],

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,9 +73,7 @@ def make_mesh(
 
 def path_name(path: Sequence[Any]) -> str:
     """A tree path as "opt_state/1/mu/layers/q_proj"."""
-    return "/".join(
-        str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
-    )
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def shardings_of(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,9 +81,7 @@ def row_logprobs(
       meaning at padding and at the first token of a sequence.
     """
     before = _gather(hidden, rows.parent)
-    return chunked_logprobs(
-        before, model.unembedding(params), rows.tokens, temperature=temperature
-    )
+    return chunked_logprobs(before, model.unembedding(params), rows.tokens, temperature=temperature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +219,8 @@ def make_policy_update(
       `update(state, batch) -> (state, metrics)`. The arrays of the state that goes in are
       donated: copy what has to outlive it. Metrics are means over kept tokens; `loss` and
       `grad_norm` are means over optimiser steps, `tokens` counts kept tokens once per epoch. It
-      raises `FloatingPointError` at a loss or gradient that is not finite, before that
-      optimiser step is taken.
+      raises `FloatingPointError` at a loss or gradient that is not finite, before that optimiser
+      step is taken; at the first one of a call, the state that went in is still whole.
     """
 
     def loss(params, batch, denominator):

@@ -1,7 +1,7 @@
 """Rollouts: engines, the agent loop, and the controller that spends a step's tokens."""
 
 from focus.rollout.agent import Agent, Rollout, play, request_seed
-from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs
+from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs, uninformed_scores
 from focus.rollout.controller import (
     BranchedState,
     Collected,
@@ -52,5 +52,6 @@ __all__ = [
     "make_beliefs",
     "play",
     "request_seed",
+    "uninformed_scores",
     "validate_step",
 ]

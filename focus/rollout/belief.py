@@ -285,3 +285,27 @@ def _plan(features, budget, seed, sampled_count, *, rule, ks, max_picks, max_per
         existing_count=sampled_count,
         max_per_state=max_per_state,
     )
+
+
+def uninformed_scores(trajectories: Sequence[Trajectory]) -> StateScores:
+    """Scores for rules that need no critic: nothing is known but what continuations cost.
+
+    The cost of a state is the mean over this step's rollouts of what they generated from the
+    same turn on.
+
+    Args:
+      trajectories: base rollouts.
+    """
+    shape = (len(trajectories), max((len(t.states) for t in trajectories), default=0))
+    left = np.full(shape, np.nan)
+    for b, trajectory in enumerate(trajectories):
+        tokens = [segment.num_tokens for segment in trajectory.segments]
+        left[b, : len(tokens)] = np.cumsum(tokens[::-1])[::-1]
+    played = np.isfinite(left)
+    by_turn = np.where(played, left, 0.0).sum(axis=0) / np.maximum(played.sum(axis=0), 1)
+    return StateScores(
+        mean=np.full(shape, 0.5),
+        error_features=np.zeros((*shape, 1)),
+        noise_var=np.full(shape, 0.25),
+        cost=np.broadcast_to(np.maximum(by_turn, 1.0), shape),
+    )

@@ -293,19 +293,24 @@ def make_deep_search(
     num_train: int = 2000,
     num_heldout: int = 200,
     snippet_words: int = 5,
+    provinces: bool = True,
     instructions: bool = False,
 ) -> DeepSearch:
     """Builds a world, draws its questions and returns the environment.
 
     Args:
-      world: "real", "fictional", or the path of a JSON file (`facts.read_countries`).
-      seed: names, map, distractors and split. Two seeds of "fictional" are two worlds.
+      world: "real"; "shuffled", the real names with permuted facts; "fictional"; or the path of
+        a JSON file (`facts.read_countries`).
+      seed: names, map, distractors and split. Two seeds of "fictional" or
+        "shuffled" are two worlds.
       num_countries: size of a fictional world; the others have what their tables have.
       hops: fewest and most relations to follow.
       max_turns: see `DeepSearch`.
       num_train: number of train questions.
       num_heldout: number of heldout questions.
       snippet_words: see `DeepSearch`.
+      provinces: whether the world has provinces. Their names are the rarest, and the hardest to
+        copy for a small model.
       instructions: see `DeepSearch`.
 
     Raises:
@@ -313,12 +318,17 @@ def make_deep_search(
     """
     if world == "real":
         name, countries = "real", facts.real_countries(seed)
+    elif world == "shuffled":
+        real = facts.real_countries(0)
+        name, countries = f"shuffled{seed}", facts.shuffled_countries(real, seed)
     elif world == "fictional":
         name, countries = f"fictional{seed}", facts.fictional_countries(seed, num_countries)
     elif world.endswith(".json"):
         name, countries = pathlib.Path(world).stem, facts.read_countries(world)
     else:
-        raise ValueError(f'world must be "real", "fictional" or a path to .json, got {world!r}')
+        raise ValueError(f'world must be "real", "shuffled", "fictional" or a path to .json, got {world!r}')
+    if not provinces:
+        countries = tuple(dataclasses.replace(country, provinces=()) for country in countries)
     questions = worlds.all_questions(countries, hops)
     train, heldout = worlds.split_questions(questions, num_train, num_heldout, seed)
     return DeepSearch(

@@ -106,6 +106,42 @@ def fictional_countries(seed: int | str, num_countries: int) -> tuple[Country, .
     return tuple(countries)
 
 
+def shuffled_countries(countries: tuple[Country, ...], seed: int | str) -> tuple[Country, ...]:
+    """The same names with other facts: every kind of name is permuted among its own.
+
+    Who has learnt to read answers questions about such a world as well as about the real one;
+    who has learnt facts by heart does not.
+
+    Args:
+      countries: whose names and map to take.
+      seed: which permutation.
+    """
+    rng = random.Random(f"shuffled/{seed}")
+
+    def permutation(names: set[str]) -> dict[str, str]:
+        ordered = sorted(names)
+        return dict(zip(ordered, rng.sample(ordered, len(ordered)), strict=True))
+
+    country = permutation({c.name for c in countries})
+    capital = permutation({c.capital for c in countries} - {""}) | {"": ""}
+    region = permutation({c.region for c in countries} - {""}) | {"": ""}
+    currency = permutation(set(itertools.chain(*(c.currencies for c in countries))))
+    language = permutation(set(itertools.chain(*(c.languages for c in countries))))
+    province = permutation(set(itertools.chain(*(c.provinces for c in countries))))
+    return tuple(
+        Country(
+            name=country[c.name],
+            region=region[c.region],
+            capital=capital[c.capital],
+            currencies=tuple(currency[x] for x in c.currencies),
+            languages=tuple(language[x] for x in c.languages),
+            neighbours=tuple(country[x] for x in c.neighbours),
+            provinces=tuple(province[x] for x in c.provinces),
+        )
+        for c in countries
+    )
+
+
 def _languages(own: str, shared: str, rng: random.Random) -> tuple[str, ...]:
     return rng.choices([(own,), (shared,), (own, shared)], weights=(6, 2, 2))[0]
 

@@ -110,6 +110,11 @@ class ScriptedAgent:
         self._last_action = self._wrong_action() or self._right_action()
         return self._last_action
 
+    def notes(self) -> str:
+        """What it would write down just before its latest action: belief and intention."""
+        left = "".join(f", {relation}" for relation in self._relations)
+        return f"{self._entity}{left}; {self._last_action}"
+
     def _read(self, observation: str) -> None:
         entries = [_RESULT.fullmatch(line) for line in observation.splitlines()]
         entries = [entry for entry in entries if entry and entry["title"] != "error"]
@@ -208,11 +213,16 @@ class ScriptedAgent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One episode: `observations[i]` is the answer to `actions[i]`."""
+    """One episode: `observations[i]` is the answer to `actions[i]`.
+
+    `notes[i]` is what the agent would have written down before `actions[i]`, had it been asked
+    to compact its context.
+    """
 
     task: Task
     actions: tuple[str, ...]
     observations: tuple[str, ...]
+    notes: tuple[str, ...]
     outcome: float
 
 
@@ -220,14 +230,17 @@ def demonstrate(env: DeepSearch, task: Task, agent: ScriptedAgent) -> Demonstrat
     """Plays one episode."""
     agent.reset(task.prompt)
     state, observation = env.reset(task), ""
-    actions, observations = [], []
+    actions, observations, notes = [], [], []
     while True:
         actions.append(agent.act(observation))
+        notes.append(agent.notes())
         result = env.step(state, actions[-1])
         state, observation = result.state, result.observation
         observations.append(observation)
         if result.done:
-            return Demonstration(task, tuple(actions), tuple(observations), result.outcome)
+            return Demonstration(
+                task, tuple(actions), tuple(observations), tuple(notes), result.outcome
+            )
 
 
 def demonstrations(
@@ -241,7 +254,7 @@ def demonstrations(
     """Episodes of the scripted agent on train tasks.
 
     Args:
-      envs: where to play; mix the environment to be learnt with `fictional_envs`, so that
+      envs: where to play; mix the environment to be learnt with `invented_envs`, so that
         copying names is learnt rather than the names.
       num: how many episodes.
       seed: decides tasks and errors.
@@ -264,16 +277,18 @@ def demonstrations(
     )
 
 
-def fictional_envs(num: int, seed: int, **config) -> tuple[DeepSearch, ...]:
-    """`num` different fictional worlds to demonstrate in; they have no heldout tasks.
+def invented_envs(
+    num: int, seed: int, *, world: str = "fictional", **config
+) -> tuple[DeepSearch, ...]:
+    """`num` invented worlds, each another one, all heldout questions left out.
 
     Args:
       num: how many worlds.
       seed: which worlds; those of two seeds share none.
+      world: "fictional" or "shuffled", see `make_deep_search`.
       **config: further arguments of `make_deep_search`, e.g. `hops`, `num_train`.
     """
     config = {"num_heldout": 0, "num_train": 200} | config
     return tuple(
-        make_deep_search(world="fictional", seed=f"{seed}.{number}", **config)
-        for number in range(num)
+        make_deep_search(world=world, seed=f"{seed}.{number}", **config) for number in range(num)
     )
