@@ -176,7 +176,10 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
                 if last or (step + 1) % config.checkpoint.every == 0:
                     with clock("checkpoint"):
                         checkpointer.save(
-                            step + 1, state, host=progress.to_dict(), metrics=metrics
+                            step + 1,
+                            state,
+                            host=progress.to_dict(),
+                            metrics={k: v for k, v in metrics.items() if v is not None},
                         )
                     progress.ledger += Ledger(seconds={"checkpoint": clock.seconds["checkpoint"]})
         if latest is None:  # the run had already finished
@@ -294,7 +297,7 @@ async def _step(
         "policy/entropy": float(scores.entropy[packed.rows.generated_mask].mean()),
         "logp_difference/mean": float(difference.mean()),
         "logp_difference/max": float(difference.max()),
-        "credit/std": float(np.std(policy_batch.advantages[policy_batch.mask])),
+        "credit/std": float(np.std(np.append(policy_batch.advantages[policy_batch.mask], 0.0))),
         "dose/tokens": dose,
         "dose/steps": update_metrics["optimizer_steps"],
         "packing_efficiency": packed.packing_efficiency,

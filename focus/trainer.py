@@ -219,7 +219,7 @@ class Trainer:
         c = self.config
         per_turn = c.rollout.max_turn_tokens + self.agent.contexts.summary_tokens
         value = variance = None
-        if values is not None:
+        if values is not None and self.critic is not None:
             value = np.nan_to_num(values.refined)
             variance = values.refined_variance
         batch = credit_batch(
@@ -299,7 +299,7 @@ class Trainer:
         critic = self.critic.fit_standardisation(state.critic, hidden, mask)
         return dataclasses.replace(state, critic=critic)
 
-    def refine(self, collected: Collected, belief: StateBelief | None) -> Values | None:
+    def refine(self, collected: Collected, belief: StateBelief | None) -> Values:
         """Critic fused with branch outcomes, so that no outcome reaches its own baseline.
 
         States of base rollouts read all branches. The first state of a branch reads its
@@ -311,10 +311,12 @@ class Trainer:
           belief: the critic's belief about all their states.
 
         Returns:
-          Values, None without a critic.
+          Values; all unknown without a critic.
         """
         if belief is None:
-            return None
+            shape = (len(collected.tree.trajectories), self.env.max_turns + 1)
+            nothing = np.full(shape, np.nan)
+            return Values(nothing, nothing, nothing, nothing)
         tree, config = collected.tree, self.config
         exists = np.zeros(belief.mean.shape, bool)
         for b, trajectory in enumerate(tree.trajectories):

@@ -122,8 +122,8 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
 def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]:
     """Plays the scripted agent, trains a tokenizer on its episodes and a policy to imitate it.
 
-    Half of the episodes are played in fictional worlds, where names have to be copied because
-    they cannot be known.
+    Most episodes are played in invented worlds, where names have to be copied from what was
+    read because no fact can be known.
 
     Returns:
       Chat and parameters (NumPy).
@@ -133,6 +133,8 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
     worlds = scripted.invented_envs(
         w.worlds,
         seed,
+        world=w.world,
+        provinces=config.task.provinces,
         hops=tuple(config.task.hops),
         max_turns=config.task.max_turns,
         snippet_words=config.task.snippet_words,
@@ -153,8 +155,8 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
         to_trajectory(demonstration, str(i), chat, contexts)
         for i, demonstration in enumerate(demonstrations)
     ]
-    # The few that ran longer than the policy can read are no examples for it.
-    trajectories = [t for t in trajectories if _longest(t) <= config.model.max_context]
+    # Long episodes are those that go in circles; none of the right ones is lost.
+    trajectories = [t for t in trajectories if _longest(t) <= w.row_length]
     batches = _batches(config, trajectories, seed)
     params = _imitate(config, batches, seed)
     return chat, params
@@ -227,7 +229,7 @@ def _batches(config, trajectories, seed: int) -> Iterator[SupervisedBatch]:
     parts = [
         packing.pack_trajectories(
             trajectories[i : i + chunk],
-            row_length=config.model.max_context,
+            row_length=w.row_length,
             max_nodes=config.learner.max_nodes,
             max_states=config.learner.max_states,
         ).rows
