@@ -16,19 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from focus.report import figures, trees
-from focus.report.html import build_report, render
-from focus.report.record import (
-    read_run,
-    record_branches,
-    record_trees,
-    write_branches,
-    write_trees,
-)
+from focus.report.html import build_report, ledger, render
+from focus.report.record import read_run, record_trees, write_branches, write_trees
 from focus.report.svg import round_ticks
+from focus.rollout.controller import BranchedState
 from focus.tasks.base import Task
 from focus.types import Generation, RolloutTree, Segment, State, Trajectory
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" </details></pre>"
+SUMMARY_IDS = tuple(range(7000, 7018))
+SUMMARY_TEXT = "Santiago is the capital of Chile; the currency is open."
 WORDS = "Chile capital Santiago currency Peso borders Peru Bolivia region South America".split()
 
 
@@ -54,9 +51,8 @@ def make_trajectory(rng, ident, task_id, group, *, parent=None, start=0, solve=0
         if j == num_segments - 1:
             text, observation = f'answer("{rng.choice(WORDS)}")', ""
         elif rng.random() < 0.08:
-            summary = tuple(range(18))
-            generations.append(Generation("summary", prompt, summary, (-0.4,) * 18, "stop"))
-            info = info | {"summary": "Santiago is the capital of Chile; the currency is open."}
+            logp = (-0.4,) * len(SUMMARY_IDS)
+            generations.append(Generation("summary", prompt, SUMMARY_IDS, logp, "stop"))
             prompt, span = tuple(range(90)), span + 1
         segments.append(Segment(tuple(generations), text, observation, info=info))
     draw = rng.random()
@@ -80,6 +76,40 @@ def make_trajectory(rng, ident, task_id, group, *, parent=None, start=0, solve=0
         parent_state=None if parent is None else start - parent.states[0].turn,
         error=error,
     )
+
+
+def decode(ids):
+    """Knows summaries only: actions are not to be decoded here."""
+    return {SUMMARY_IDS: SUMMARY_TEXT, (9,): HOSTILE}[tuple(ids)]
+
+
+def branch_rows(tree, step, arrays, rng):
+    """Rows of `branches.jsonl`, one per branched state."""
+    members = {}
+    for branch in tree.branches:
+        members.setdefault((branch.parent, branch.parent_state), []).append(branch)
+    index = {t.id: i for i, t in enumerate(tree.trajectories)}
+    rows = []
+    for (parent, state), branches in members.items():
+        at = index[parent], state
+        scored = [b for b in branches if b.outcome is not None]
+        stat = BranchedState(
+            trajectory=parent,
+            task_id=branches[0].task_id,
+            state=state,
+            turn=tree.trajectories[at[0]].states[state].turn,
+            value=float(arrays["values"][at]),
+            std=float(arrays["stds"][at]),
+            refined=float(arrays["refined"][at]),
+            refined_std=float(arrays["refined_stds"][at]),
+            started=len(branches),
+            count=len(scored),
+            mean=float(np.mean([b.outcome for b in scored])) if scored else None,
+            cost_predicted=float(40 + 10 * rng.random()),
+            cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
+        )
+        rows.append({"step": step, **stat.to_dict()})
+    return rows
 
 
 def make_step(rng, step, *, num_tasks=4, group_size=4, branched=True, progress=0.5):
@@ -156,13 +186,10 @@ def make_workdir(workdir, *, num_steps=6, record_every=2, branched=True, seed=0,
             rng, step, branched=branched, progress=progress, **sizes
         )
         if branched:
-            costs = 40 + 10 * rng.random(arrays["values"].shape)
-            write_branches(
-                workdir, step, record_branches(tree, step, predicted_costs=costs, **arrays)
-            )
+            write_branches(workdir, step, branch_rows(tree, step, arrays, rng))
         if step % record_every == 0 or step == num_steps - 1:
             records = record_trees(
-                tree, tasks, segment_advantages=advantages, max_tasks=2, **arrays
+                tree, tasks, segment_advantages=advantages, max_tasks=2, decode=decode, **arrays
             )
             write_trees(workdir, step, records)
         base, branch, summary = 3900 + 300 * rng.random(), 3500 + 300 * rng.random(), 180.0
@@ -188,12 +215,13 @@ def make_workdir(workdir, *, num_steps=6, record_every=2, branched=True, seed=0,
             "time/rollout": float(3.5 + rng.random()),
             "time/score": 0.6,
             "time/critic": 0.2,
+            "time/credit": 0.01,
             "time/update": 1.9,
-            "time/evaluate": 2.0 if step % 10 == 0 else 0.0,
-            "time/checkpoint": 0.05,
+            "time/push": 0.3,
+            "time/record": 0.02,
             "dose/tokens": 7400,
             "dose/steps": 4,
-            "learner/packing_efficiency": 0.82,
+            "packing_efficiency": 0.82,
         }
         if branched:
             row |= {
@@ -203,20 +231,44 @@ def make_workdir(workdir, *, num_steps=6, record_every=2, branched=True, seed=0,
                 "critic/brier": float(0.22 - 0.05 * progress),
             }
         if step % 10 == 0 or step == num_steps - 1:
-            row["heldout/success"] = float(0.26 + 0.38 * progress)
+            row["heldout/success"] = float(0.3 + 0.34 * progress)
+            row["heldout/std_error"] = 0.034
+            row["time/evaluate"] = 2.0
         lines.append(json.dumps(row))
     (workdir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    config = {"method": "focus" if branched else "grpo", "seed": seed, "task": "deep_search"}
+    rows = [json.loads(line) for line in lines]
+
+    def total(key):
+        return sum(row.get(key, 0) for row in rows)
+
+    phases = sorted({key[5:] for row in rows for key in row if key.startswith("time/")})
+    config = {"method": "focus" if branched else "grpo", "seed": seed}
+    config["task"] = {"name": "deep_search", "hops": [2, 4]}
     config["learner"] = {"learning_rate": 3e-4, "row_length": 512, "schedule": None}
     summary = {
         "method": config["method"],
         "seed": seed,
-        "heldout_before": 0.26,
-        "heldout_after": 0.64,
-        "wall_s": 512.25,
-        "recompilations": 0,
-        "technical_failures": 3,
+        "task": "deep_search",
         "versions": {"jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
+        "steps": num_steps,
+        "success_before": 0.26,
+        "success_after": 0.64,
+        "success_std_error": 0.034,
+        "budget_per_step": 8192,
+        "max_step_tokens": 8100,
+        "generated_tokens": {k: total(f"tokens/{k}") for k in ("base", "branch", "summary")},
+        "other_tokens": {k: total(f"tokens/{k}") for k in ("observation", "prefill", "cached")},
+        "replayed": {"rollouts": 17, "tokens": 1234},
+        "dose": {"tokens": total("dose/tokens"), "optimizer_steps": total("dose/steps")},
+        "wall_s": {phase: total(f"time/{phase}") for phase in phases}
+        | {"checkpoint": 1.5, "compile": 40.0, "warm_start": 100.0},
+        "controller_share": 0.021,
+        "prefix_recomputed_share": 0.043,
+        "packing_efficiency": 0.82,
+        "recompilations_after_warmup": 0,
+        "technical_failures": 3,
+        "num_parameters": 1_234_567,
+        "report": "report.html",
     }
     (workdir / "config.json").write_text(json.dumps(config))
     (workdir / "summary.json").write_text(json.dumps(summary))
@@ -284,8 +336,9 @@ def test_every_recorded_trajectory_is_in_the_page_below_its_parent(workdir, page
 
 def test_text_of_tools_cannot_become_markup(tmp_path):
     tree, tasks, arrays, advantages = make_step(np.random.default_rng(1), 0)
-    generation = Generation("act", (1,), (2,), (-1.0,), "stop")
-    segment = Segment((generation,), HOSTILE, HOSTILE * 5, info={"summary": HOSTILE})
+    act = Generation("act", (1,), (2,), (-1.0,), "stop")
+    summary = Generation("summary", (1,), (9,), (-1.0,), "stop")
+    segment = Segment((act, summary), HOSTILE, HOSTILE * 5)
     state = State(None, None, (1,), 0)
     hostile = Trajectory(
         HOSTILE, "t", 0, (state, state), (segment,), None, False, "failed", error=HOSTILE
@@ -300,6 +353,7 @@ def test_text_of_tools_cannot_become_markup(tmp_path):
         refined_stds=ones,
         segment_advantages=ones[:, :1],
         max_tasks=1,
+        decode=decode,
     )
     write_trees(tmp_path, 0, records)
     (tmp_path / "config.json").write_text(json.dumps({"method": HOSTILE, HOSTILE: HOSTILE}))
@@ -336,13 +390,70 @@ def test_a_missing_part_is_left_out_and_named(workdir, page, tmp_path, missing, 
     Outline(partial)
 
 
+def test_header_and_ledger_show_the_summary(workdir, page):
+    summary = json.loads((workdir / "summary.json").read_text())
+    text = "".join(Outline(page).text)
+    half = 100 * 1.96 * summary["success_std_error"]
+    assert "focus on deep_search" in text and "jax 0.10.2" in text
+    assert "26.0 → 64.0 %" in text
+    assert f"95 % interval: {64 - half:.1f} to {64 + half:.1f} %" in text
+    assert f"{sum(summary['wall_s'].values()) / 60:.1f} min" in text
+    (health,) = [rows for name, rows in ledger(read_run(workdir)) if name == "Health"]
+    assert {label: value for label, value, _, _ in health} == {
+        "controller's share of the time of a step": "2.1 %",
+        "branch prefix computed again": "4.3 %",
+        "packing efficiency": "82.0 %",
+        "recompilations after warm-up": "0",
+        "technical failures": "3",
+        "rollouts played again after a resume": "17",
+        "tokens of rollouts played again": "1,234",
+    }
+    (seconds,) = [rows for name, rows in ledger(read_run(workdir)) if name == "Wall seconds"]
+    assert len(seconds) == len(summary["wall_s"])
+
+
 def test_header_falls_back_on_metrics_without_a_summary(workdir, tmp_path):
     shutil.copytree(workdir, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").open()]
     seconds = sum(v for row in metrics for k, v in row.items() if k.startswith("time/"))
     text = "".join(Outline(build_report(tmp_path / "run").read_text()).text)
-    assert "26.0 → 64.0 %" in text and f"{seconds / 60:.1f} min" in text
+    assert "focus on deep_search" in text and f"{seconds / 60:.1f} min" in text
+    # The first evaluation of the metrics is not the policy before training.
+    assert "64.0 %" in text and "→ 64.0" not in text
+
+
+def test_learning_curve_starts_before_training_and_has_error_bars():
+    metrics = [
+        {"step": 0, "tokens/cumulative": 100},
+        {"step": 1, "tokens/cumulative": 220, "heldout/success": 0.5, "heldout/std_error": 0.05},
+    ]
+    for chart, end in (
+        (figures.success_by_step(metrics, 0.2), "finished training steps 2"),
+        (figures.success_by_tokens(metrics, 0.2), "generated tokens, cumulative 220"),
+    ):
+        start = end.rsplit(" ", 1)[0] + " 0"
+        assert re.findall(r"<title>(.*?)</title>", chart.svg) == [
+            f"{start}: held-out 0.200",
+            f"{end}: held-out 0.500 [0.402, 0.598]",
+        ]
+        # The bar reaches from 0.402 to 0.598 on the axis: its length against the dots' distance.
+        (bar,) = re.findall(r'<path class="s2 stroke" d="M\S+ (\S+?)V(\S+?)M', chart.svg)
+        dots = [float(y) for y in re.findall(r'<circle [^>]*cy="(\S+?)"', chart.svg)]
+        length = (float(bar[0]) - float(bar[1])) / (dots[0] - dots[1])
+        assert length == pytest.approx(2 * 1.96 * 0.05 / 0.3, abs=0.01)
+
+
+def test_every_recorded_phase_is_drawn_even_one_without_a_label():
+    rows = [{"step": 0, "time/rollout": 2.0}, {"step": 1, "time/new_phase": 1.0, "time/push": 0.5}]
+    chart = figures.wall_time(rows)
+    assert [label for _, _, label in chart.legend] == [
+        "rollouts",
+        "weights to the engine",
+        "new phase",
+    ]
+    assert len({css for css, _, _ in chart.legend}) == 3
+    assert len(set(figures.PHASE_COLOURS)) >= 10
 
 
 def test_a_method_without_branches_says_so_once(tmp_path):
@@ -425,38 +536,20 @@ def test_records_turn_nan_into_null_and_keep_the_first_tasks():
         record_trees(tree, [], segment_advantages=advantages, max_tasks=1, **arrays)
 
 
-def test_branch_records_pool_outcomes_and_leave_cut_branches_out_of_the_cost():
-    state = State(None, None, (1, 2), 4)
-    later = State(None, None, (1, 2, 3), 5)
+def test_summaries_are_decoded_and_only_counted_without_a_decoder():
+    tree, tasks, arrays, advantages = make_step(np.random.default_rng(5), 0, num_tasks=8)
+    arguments = dict(segment_advantages=advantages, max_tasks=8, **arrays)
 
-    def rollout(ident, tokens, outcome, end="terminal", parent=None):
-        act = Generation("act", (1, 2), (0,) * tokens, (-1.0,) * tokens, "stop")
-        return Trajectory(
-            ident, "t", 0, (state, later), (Segment((act,), "", ""),), outcome, outcome == 1.0,
-            end, parent, None if parent is None else 0,
-        )  # fmt: skip
+    def segments(**kwargs):
+        records = record_trees(tree, tasks, **arguments, **kwargs)
+        return [s for r in records for t in r["trajectories"] for s in t["segments"]]
 
-    base = rollout("b", 5, 1.0)
-    branches = (
-        rollout("b/0.0", 10, 1.0, parent="b"),
-        rollout("b/0.1", 20, 0.0, parent="b"),
-        rollout("b/0.2", 2, None, "budget", parent="b"),
-    )
-    grid = np.arange(8, dtype=float).reshape(4, 2) / 10
-    (row,) = record_branches(
-        RolloutTree((base,), branches),
-        7,
-        values=grid + 0.1,
-        stds=grid,
-        refined=grid + 0.2,
-        refined_stds=np.full((4, 2), np.nan),
-        predicted_costs=grid + 12,
-    )
-    assert row == {
-        "step": 7, "task_id": "t", "trajectory": "b", "state": 0, "turn": 4, "count": 2,
-        "mean": 0.5, "cost_actual": 15.0, "value": 0.1, "std": 0.0, "refined": 0.2,
-        "refined_std": None, "cost_predicted": 12.0,
-    }  # fmt: skip
+    decoded, counted = segments(decode=decode), segments()
+    assert any(s["summary_tokens"] for s in decoded)
+    for with_text, without in zip(decoded, counted, strict=True):
+        has_summary = with_text["summary_tokens"] == len(SUMMARY_IDS)
+        assert with_text["summary"] == (SUMMARY_TEXT if has_summary else None)
+        assert without == with_text | {"summary": None}
 
 
 def test_a_resumed_run_replaces_the_steps_it_plays_again(tmp_path):

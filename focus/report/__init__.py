@@ -2,7 +2,6 @@
 
 from focus.report.html import build_report as build_report
 from focus.report.record import read_run as read_run
-from focus.report.record import record_branches as record_branches
 from focus.report.record import record_trees as record_trees
 from focus.report.record import write_branches as write_branches
 from focus.report.record import write_trees as write_trees

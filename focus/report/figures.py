@@ -6,7 +6,7 @@ note; the page prints the note in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,29 +28,54 @@ BUDGET_SERIES = (
     ("tokens/branch", "s2", "branches"),
     ("tokens/summary", "s3", "summaries"),
 )
-TIME_SERIES = (
-    ("time/rollout", "s1", "rollouts"),
-    ("time/score", "s4", "scoring"),
-    ("time/controller", "s2", "controller"),
-    ("time/critic", "s5", "critic"),
-    ("time/update", "s3", "policy update"),
-    ("time/evaluate", "s6", "evaluation"),
-    ("time/checkpoint", "s7", "checkpoints"),
-)
+# Phases in the order of a run, with their labels; others are shown after these by their names.
+PHASE_LABELS = {
+    "warm_start": "warm start",
+    "compile": "compilation",
+    "rollout": "rollouts",
+    "score": "scoring",
+    "controller": "controller",
+    "critic": "critic",
+    "credit": "credit",
+    "update": "policy update",
+    "push": "weights to the engine",
+    "record": "recording",
+    "evaluate": "evaluation",
+    "checkpoint": "checkpoints",
+}
+PHASE_COLOURS = ("s1", "s4", "s2", "s5", "s8", "s3", "s9", "s10", "s6", "s7")
 
 
-def success_by_step(metrics: Rows) -> Chart:
-    """Training and held-out success over training steps."""
-    return _success(metrics, "Success by step", "training step", lambda row: row["step"])
+def success_by_step(metrics: Rows, before: float | None = None) -> Chart:
+    """Training and held-out success over finished training steps.
+
+    Args:
+      metrics: rows of `metrics.jsonl`. Step t plays with the weights after t updates and is
+        evaluated after one more.
+      before: held-out success before the first step.
+    """
+    return _success(
+        metrics,
+        "Success by step",
+        "finished training steps",
+        before,
+        lambda row: (row["step"], row["step"] + 1),
+    )
 
 
-def success_by_tokens(metrics: Rows) -> Chart:
-    """Training and held-out success over the tokens generated so far."""
+def success_by_tokens(metrics: Rows, before: float | None = None) -> Chart:
+    """Training and held-out success over the tokens generated so far.
+
+    Args:
+      metrics: rows of `metrics.jsonl`.
+      before: held-out success before the first step.
+    """
     return _success(
         metrics,
         "Success by generated tokens",
         "generated tokens, cumulative",
-        lambda row: row.get("tokens/cumulative"),
+        before,
+        lambda row: (row.get("tokens/cumulative"),) * 2,
     )
 
 
@@ -63,7 +88,30 @@ def budget(metrics: Rows) -> Chart:
 
 def wall_time(metrics: Rows) -> Chart:
     """Where the seconds of each step went."""
-    return _stacked(metrics, TIME_SERIES, "Wall time by phase", "seconds per step", "s")
+    series = tuple(
+        (f"time/{phase}", PHASE_COLOURS[i % len(PHASE_COLOURS)], phase_label(phase))
+        for i, phase in enumerate(phases(metrics))
+    )
+    if not series:
+        return Chart("Wall time by phase", note="this run recorded no time/* metrics.")
+    return _stacked(metrics, series, "Wall time by phase", "seconds per step", "s")
+
+
+def phases(metrics: Rows) -> list[str]:
+    """Phases with a `time/<phase>` in any row, in the order of `ordered_phases`."""
+    keys = {key for row in metrics for key, value in row.items() if value is not None}
+    return ordered_phases(key.removeprefix("time/") for key in keys if key.startswith("time/"))
+
+
+def ordered_phases(names: Iterable[str]) -> list[str]:
+    """Known phases in the order of a run, then all others by name."""
+    known = list(PHASE_LABELS)
+    return sorted(names, key=lambda n: (known.index(n) if n in known else len(known), n))
+
+
+def phase_label(phase: str) -> str:
+    """What a page calls a phase."""
+    return PHASE_LABELS.get(phase, phase.replace("_", " "))
 
 
 def critic_error(metrics: Rows) -> Chart:
@@ -317,18 +365,44 @@ def wilson_interval(share: float, count: float, z: float = Z_95) -> tuple[float,
     return max(0.0, float(centre - half)), min(1.0, float(centre + half))
 
 
-def _success(metrics: Rows, title: str, x_label: str, x_of: Callable) -> Chart:
-    rows = [r for r in metrics if x_of(r) is not None]
-    train = [(x_of(r), r["train/success"]) for r in rows if r.get("train/success") is not None]
-    heldout = [
-        (x_of(r), r["heldout/success"]) for r in rows if r.get("heldout/success") is not None
+def normal_interval(share: float, std_error: float) -> tuple[float, float]:
+    """95 % interval of a share, `share +- 1.96 std_error`, cut to [0, 1]."""
+    return max(0.0, share - Z_95 * std_error), min(1.0, share + Z_95 * std_error)
+
+
+def _success(
+    metrics: Rows,
+    title: str,
+    x_label: str,
+    before: float | None,
+    xs_of: Callable[[Mapping[str, Any]], tuple[float | None, float | None]],
+) -> Chart:
+    """`xs_of` gives where a row's training and its held-out success belong."""
+    placed = [(*xs_of(row), row) for row in metrics]
+    train = [
+        (x, row["train/success"])
+        for x, _, row in placed
+        if x is not None and row.get("train/success") is not None
+    ]
+    heldout = [] if before is None else [(0, before, None)]
+    heldout += [
+        (x, row["heldout/success"], row.get("heldout/std_error"))
+        for _, x, row in placed
+        if x is not None and row.get("heldout/success") is not None
     ]
     if not (train or heldout):
         return Chart(title, note="no success rates were recorded.")
-    xs, ys = zip(*(train + heldout))
-    top = min(1.0, max(0.1, 1.15 * max(ys)))
+    intervals = [(x, *normal_interval(y, error)) for x, y, error in heldout if error is not None]
+    xs = [x for x, *_ in train + heldout]
+    highest = max([y for _, y, *_ in train + heldout] + [high for *_, high in intervals])
     x_range = min(xs), max(xs)
-    plot = Plot(x_range, (0, top), x_label, "success rate", x_ticks=_whole_ticks(*x_range))
+    plot = Plot(
+        x_range,
+        (0, min(1.0, max(0.1, 1.15 * highest))),
+        x_label,
+        "success rate",
+        x_ticks=_whole_ticks(*x_range),
+    )
     legend = []
     if train:
         xs, ys = zip(*train)
@@ -339,10 +413,16 @@ def _success(metrics: Rows, title: str, x_label: str, x_of: Callable) -> Chart:
         label = f"training, mean of {window} steps" if window > 1 else "training"
         legend.append(("s4", "line", label))
     if heldout:
-        plot.line(*zip(*heldout), "s2")
-        for x, y in heldout:
-            plot.dot(x, y, "s2", f"{x_label} {x:,}: held-out {y:.3f}")
-        legend.append(("s2", "dot", "held-out"))
+        plot.line([x for x, *_ in heldout], [y for _, y, _ in heldout], "s2")
+        for interval in intervals:
+            plot.interval(*interval, "s2")
+        for x, y, error in heldout:
+            text = f"{x_label} {x:,}: held-out {y:.3f}"
+            if error is not None:
+                low, high = normal_interval(y, error)
+                text += f" [{low:.3f}, {high:.3f}]"
+            plot.dot(x, y, "s2", text)
+        legend.append(("s2", "dot", "held-out, 95 % interval" if intervals else "held-out"))
     return Chart(title, plot.render(), tuple(legend))
 
 

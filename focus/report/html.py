@@ -18,13 +18,15 @@ from focus.report.svg import Chart
 REPORT_FILE = "report.html"
 MAX_BYTES = 5_000_000
 
-# (name in summary.json or last part of a metric's name, label, how steps add up)
+# (path in summary.json, label, whether it is a share)
 HEALTH_ROWS = (
-    ("prefix_recomputed_share", "branch prefix computed again", "mean"),
-    ("packing_efficiency", "packing efficiency", "mean"),
-    ("recompilations", "recompilations after warm-up", "sum"),
-    ("technical_failures", "technical failures", "sum"),
-    ("replayed", "rollouts played again after a resume", "sum"),
+    (("controller_share",), "controller's share of the time of a step", True),
+    (("prefix_recomputed_share",), "branch prefix computed again", True),
+    (("packing_efficiency",), "packing efficiency", True),
+    (("recompilations_after_warmup",), "recompilations after warm-up", False),
+    (("technical_failures",), "technical failures", False),
+    (("replayed", "rollouts"), "rollouts played again after a resume", False),
+    (("replayed", "tokens"), "tokens of rollouts played again", False),
 )
 TOKEN_ROWS = (
     ("tokens/base", "generated: base rollouts"),
@@ -41,11 +43,12 @@ TOKEN_ROWS = (
 def build_report(workdir: str | Path, out: str | Path | None = None) -> Path:
     """Writes a run's report.
 
-    `summary.json` and `config.json` are shown as they are; of their keys the header knows
-    `method`, `task`, `seed`, `heldout_before`, `heldout_after`, `wall_s`, `budget` and
-    `versions`, and derives what it can from the metrics where one is missing. Parts that the
-    run did not record are left out with one line saying so. Trees that would take the page
-    past `MAX_BYTES` are left out evenly over the run, and the page says how many.
+    `summary.json` and `config.json` are shown as they are. Of the summary's keys the header
+    knows `method`, `task`, `seed`, `versions`, `success_before`, `success_after`,
+    `success_std_error`, `budget_per_step` and `wall_s`, and derives what it can from config and
+    metrics where one is missing; the ledger knows those of `HEALTH_ROWS`. Parts that the run
+    did not record are left out with one line saying so. Trees that would take the page past
+    `MAX_BYTES` are left out evenly over the run, and the page says how many.
 
     Args:
       workdir: directory of the run, see `focus.report.record`.
@@ -77,6 +80,7 @@ def render(run: Run, max_bytes: int = MAX_BYTES) -> str:
     )
     environment.filters["number"] = _format
     environment.filters["signed"] = lambda x: f"{x:+.3f}".replace("-", "−")
+    environment.filters["percent"] = lambda x: f"{100 * x:.1f}"
     template = environment.get_template("template.html.j2")
     fixed = {
         "header": header(run),
@@ -114,8 +118,8 @@ def sections(run: Run) -> list[tuple[str, str, list[Chart]]]:
             "learning",
             "Learning",
             [
-                figures.success_by_step(metrics),
-                figures.success_by_tokens(metrics),
+                figures.success_by_step(metrics, run.summary.get("success_before")),
+                figures.success_by_tokens(metrics, run.summary.get("success_before")),
                 figures.budget(metrics),
                 figures.wall_time(metrics),
             ],
@@ -162,33 +166,36 @@ def sections(run: Run) -> list[tuple[str, str, list[Chart]]]:
 
 
 def header(run: Run) -> dict[str, Any]:
-    """What the top of the page says; a missing fact is None."""
-    evaluations = [
-        row["heldout/success"] for row in run.metrics if row.get("heldout/success") is not None
-    ]
-    # A single evaluation is a result, not a change.
+    """What the top of the page says; a missing fact is None.
+
+    A run that has no summary yet is described by its config and metrics. Only the summary knows
+    the success before training, as no step comes before it.
+    """
+    task = run.config.get("task")
+    last_evaluation = _last(run.metrics, "heldout/success", "heldout/std_error")
     derived = {
-        "heldout_before": evaluations[0] if len(evaluations) > 1 else None,
-        "heldout_after": evaluations[-1] if evaluations else None,
-        "wall_s": _total(run.metrics, [key for key, _, _ in figures.TIME_SERIES]),
-        "budget": run.metrics[-1].get("budget") if run.metrics else None,
+        "method": run.config.get("method"),
+        "task": task.get("name") if isinstance(task, Mapping) else task,
+        "seed": run.config.get("seed"),
+        "versions": None,
+        "success_before": None,
+        "success_after": last_evaluation["heldout/success"],
+        "success_std_error": last_evaluation["heldout/std_error"],
+        "budget_per_step": _last(run.metrics, "budget")["budget"],
     }
-    names = ("method", "task", "seed", "versions", *derived)
-    facts = {}
-    for name in names:
-        sources = (run.summary, run.config, derived)
-        facts[name] = next((s[name] for s in sources if s.get(name) is not None), None)
-    if isinstance(facts["task"], Mapping):
-        facts["task"] = facts["task"].get("name")
-    facts["steps"] = len(run.metrics) or None
-    facts["tokens"] = next(
-        (
-            row["tokens/cumulative"]
-            for row in reversed(run.metrics)
-            if row.get("tokens/cumulative") is not None
-        ),
-        None,
-    )
+    facts = {
+        name: run.summary[name] if run.summary.get(name) is not None else value
+        for name, value in derived.items()
+    }
+    facts["success_interval"] = None
+    if None not in (facts["success_after"], facts["success_std_error"]):
+        facts["success_interval"] = figures.normal_interval(
+            facts["success_after"], facts["success_std_error"]
+        )
+    seconds = _seconds(run)
+    facts["wall_s"] = sum(seconds.values()) if seconds else None
+    facts["steps"] = len(run.metrics) or run.summary.get("steps")
+    facts["tokens"] = _last(run.metrics, "tokens/cumulative")["tokens/cumulative"]
     return facts
 
 
@@ -212,21 +219,20 @@ def ledger(run: Run) -> list[tuple[str, list[tuple[str, str, str, str]]]]:
         per_step = _format(budget / len(metrics))
         token_rows.append(("generation budget", _format(budget), per_step, used))
 
-    seconds = _total(metrics, [key for key, _, _ in figures.TIME_SERIES])
+    seconds = _seconds(run)
+    total_s = sum(seconds.values())
     time_rows = []
-    for key, _, label in figures.TIME_SERIES:
-        total = _total(metrics, [key])
-        if total is not None and seconds:
-            share = f"{100 * total / seconds:.1f} %"
-            time_rows.append((label, _format(total), _format(total / len(metrics)), share))
+    for phase, phase_s in seconds.items():
+        in_steps = _total(metrics, [f"time/{phase}"])
+        per_step = "" if in_steps is None else _format(in_steps / len(metrics))
+        share = f"{100 * phase_s / total_s:.1f} %" if total_s else ""
+        time_rows.append((figures.phase_label(phase), _format(phase_s), per_step, share))
 
-    health_rows = []
-    for name, label, how in HEALTH_ROWS:
-        value = _health(run, name, how)
-        text = "not recorded" if value is None else _format(value)
-        if value is not None and how == "mean":
-            text = f"{100 * value:.1f} %"
-        health_rows.append((label, text, "", ""))
+    health_rows = [
+        (label, _health(run.summary, path, is_share), "", "")
+        for path, label, is_share in HEALTH_ROWS
+        if run.summary
+    ]
     groups = [("Tokens", token_rows), ("Wall seconds", time_rows), ("Health", health_rows)]
     return [(name, rows) for name, rows in groups if rows]
 
@@ -251,18 +257,27 @@ def flatten(
     return pairs
 
 
-def _health(run: Run, name: str, how: str) -> float | None:
-    if run.summary.get(name) is not None:
-        return run.summary[name]
-    values = [
-        value
-        for row in run.metrics
-        for key, value in row.items()
-        if key.split("/")[-1] == name and value is not None
-    ]
-    if not values:
-        return None
-    return float(np.mean(values) if how == "mean" else np.sum(values))
+def _health(summary: Mapping[str, Any], path: Sequence[str], is_share: bool) -> str:
+    value: Any = summary
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if value is None:
+        return "not recorded"
+    return f"{100 * value:.1f} %" if is_share else _format(value)
+
+
+def _seconds(run: Run) -> dict[str, float]:
+    """Wall seconds by phase: the summary's, which hold what comes before and after the steps."""
+    seconds = run.summary.get("wall_s") or {
+        phase: _total(run.metrics, [f"time/{phase}"]) for phase in figures.phases(run.metrics)
+    }
+    return {phase: seconds[phase] for phase in figures.ordered_phases(seconds)}
+
+
+def _last(metrics: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, Any]:
+    """Values of `keys` in the last row that holds the first of them, else None."""
+    row = next((r for r in reversed(metrics) if r.get(keys[0]) is not None), {})
+    return {key: row.get(key) for key in keys}
 
 
 def _total(metrics: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> float | None:

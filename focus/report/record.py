@@ -1,8 +1,9 @@
 """What a run leaves behind for its report: branched states and trajectory trees, as JSON.
 
-The training loop calls `record_branches` and `record_trees` once a step and hands the results
-to `write_branches` and `write_trees`; `read_run` collects everything a report needs. A resumed
-run writes some steps again: the later writing of a step replaces the earlier one.
+Once a step the training loop hands what `BranchedState.to_dict` of `focus.rollout` says of each
+branched state to `write_branches`, and what `record_trees` makes of the rollouts to
+`write_trees`; `read_run` collects everything a report needs. A resumed run writes some steps
+again: the later writing of a step replaces the earlier one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Run:
     Attributes:
       workdir: where it was read from.
       metrics: one flat mapping per step, by step.
-      branches: one mapping per branched state, see `record_branches`.
+      branches: one mapping per branched state, see `write_branches`.
       trees: one mapping per recorded task and step, see `record_trees`, each with its "step".
       summary: `summary.json`.
       config: `config.json`.
@@ -51,65 +52,6 @@ class Run:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def record_branches(
-    tree: RolloutTree,
-    step: int,
-    *,
-    values: np.ndarray,
-    stds: np.ndarray,
-    refined: np.ndarray,
-    refined_stds: np.ndarray,
-    predicted_costs: np.ndarray,
-) -> list[dict[str, Any]]:
-    """Describes every state that was branched in a step.
-
-    Args:
-      tree: the step's rollouts.
-      step: the training step.
-      values: [B, S + 1] critic means in the order of `tree.trajectories`.
-      stds: [B, S + 1] epistemic standard deviations of `values`.
-      refined: [B, S + 1] refined values.
-      refined_stds: [B, S + 1] their standard deviations.
-      predicted_costs: [B, S + 1] predicted tokens of ONE continuation.
-
-    Returns:
-      One row per branched state: `step, task_id, trajectory, state, turn, value, std, refined,
-      refined_std`, `count` continuations with an outcome, their `mean` outcome (None without
-      any), and `cost_predicted`, `cost_actual` in tokens per continuation. Continuations that
-      the budget or a failure cut short say nothing about the cost and are left out of it.
-    """
-    arrays = {
-        "value": values,
-        "std": stds,
-        "refined": refined,
-        "refined_std": refined_stds,
-        "cost_predicted": predicted_costs,
-    }
-    _check_state_arrays(tree, arrays)
-    row_of = {trajectory.id: row for row, trajectory in enumerate(tree.trajectories)}
-    continuations: dict[tuple[str, int], list[Trajectory]] = {}
-    for branch in tree.branches:
-        continuations.setdefault((branch.parent, branch.parent_state), []).append(branch)
-
-    rows = []
-    for (parent, state), branches in continuations.items():
-        trajectory = tree.trajectories[row_of[parent]]
-        outcomes = [b.outcome for b in branches if b.outcome is not None]
-        complete = [b.num_tokens for b in branches if b.end not in ("budget", "failed")]
-        row = {
-            "step": step,
-            "task_id": trajectory.task_id,
-            "trajectory": parent,
-            "state": state,
-            "turn": trajectory.states[state].turn,
-            "count": len(outcomes),
-            "mean": _number(np.mean(outcomes)) if outcomes else None,
-            "cost_actual": _number(np.mean(complete)) if complete else None,
-        }
-        rows.append(row | {k: _number(a[row_of[parent], state]) for k, a in arrays.items()})
-    return rows
-
-
 def record_trees(
     tree: RolloutTree,
     tasks: Mapping[str, Task] | Iterable[Task],
@@ -121,6 +63,7 @@ def record_trees(
     segment_advantages: np.ndarray,
     max_tasks: int,
     max_chars: int = 4000,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> list[dict[str, Any]]:
     """Describes the rollouts of a step's first tasks, down to the text of every turn.
 
@@ -137,11 +80,11 @@ def record_trees(
       segment_advantages: [B, S].
       max_tasks: how many tasks to describe.
       max_chars: longer texts keep their beginning and say how much was left out.
+      decode: text of token ids. Without it the page tells only how long a summary is.
 
     Returns:
       One mapping per task: `task_id`, `question`, `gold` (None if the task's data has none of
-      `GOLD_KEYS`) and `trajectories`, base rollouts first. A summary's text is taken from
-      the segment's `info["summary"]`. Not-a-number becomes None.
+      `GOLD_KEYS`) and `trajectories`, base rollouts first. Not-a-number becomes None.
 
     Raises:
       ValueError: an array that does not cover the tree, or a task that is missing.
@@ -185,6 +128,7 @@ def record_trees(
                     {name: array[row] for name, array in arrays.items()},
                     segment_advantages[row],
                     max_chars,
+                    decode,
                 )
             )
     return list(records.values())
@@ -195,6 +139,11 @@ def write_branches(workdir: str | Path, step: int, rows: Sequence[Mapping[str, A
 
     Steps that are there already come from before a resume. The file is read only in that case
     and when its last line is torn.
+
+    Args:
+      workdir: directory of the run.
+      step: the training step.
+      rows: one per branched state: `BranchedState.to_dict()` and its "step".
     """
     path = Path(workdir) / BRANCHES_FILE
     lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
@@ -257,6 +206,7 @@ def _trajectory_record(
     state_arrays: Mapping[str, np.ndarray],
     advantages: np.ndarray,
     max_chars: int,
+    decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
     states = [
         {"turn": state.turn, "span": state.span, "prompt_tokens": len(state.prompt_ids)}
@@ -264,7 +214,7 @@ def _trajectory_record(
         for j, state in enumerate(trajectory.states)
     ]
     segments = [
-        _segment_record(segment, advantages[j], max_chars)
+        _segment_record(segment, advantages[j], max_chars, decode)
         for j, segment in enumerate(trajectory.segments)
     ]
     return {
@@ -281,16 +231,21 @@ def _trajectory_record(
     }
 
 
-def _segment_record(segment: Segment, advantage: float, max_chars: int) -> dict[str, Any]:
+def _segment_record(
+    segment: Segment,
+    advantage: float,
+    max_chars: int,
+    decode: Callable[[Sequence[int]], str] | None,
+) -> dict[str, Any]:
     acts = [g for g in segment.generations if g.kind == "act"]
-    summaries = [g for g in segment.generations if g.kind == "summary"]
-    summary = segment.info.get("summary")
+    summary_ids = [i for g in segment.generations if g.kind == "summary" for i in g.output_ids]
+    summary = decode(summary_ids) if decode is not None and summary_ids else None
     return {
         "text": _clip(segment.text, max_chars),
         "observation": _clip(segment.observation, max_chars),
-        "summary": None if summary is None else _clip(str(summary), max_chars),
+        "summary": None if summary is None else _clip(summary, max_chars),
         "act_tokens": sum(len(g.output_ids) for g in acts),
-        "summary_tokens": sum(len(g.output_ids) for g in summaries),
+        "summary_tokens": len(summary_ids),
         "cut": any(g.finish_reason != "stop" for g in segment.generations),
         "reward": _number(segment.reward),
         "advantage": _number(advantage),
