@@ -92,7 +92,9 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
 
     c.critic = ml_collections.ConfigDict()
     c.critic.enabled = True
-    c.critic.backbone = "policy"  # policy: reads the policy's hidden states; own: a model of its own
+    c.critic.backbone = (
+        "policy"  # policy: reads the policy's hidden states; own: a model of its own
+    )
     c.critic.uncertainty = "ensemble"  # ensemble, or posterior over a last linear layer
     c.critic.value = "bernoulli"  # bernoulli, or hl_gauss for rewards other than 0/1
     c.critic.members = 8

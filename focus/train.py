@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
+import platform
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_collections
 import numpy as np
 import rich.console
@@ -27,7 +28,6 @@ from focus.evaluate import Evaluation, evaluate
 from focus.journal import Journal, write_atomically
 from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
-from focus.learner.update import PolicyBatch
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
 from focus.rollout import Collected, EpisodeCost, collect
@@ -51,9 +51,7 @@ class Progress:
     cursor: int
     episode_cost: EpisodeCost
     ledger: Ledger = Ledger()
-    lost: dict[str, int] = dataclasses.field(
-        default_factory=lambda: {"rollouts": 0, "tokens": 0}
-    )
+    lost: dict[str, int] = dataclasses.field(default_factory=lambda: {"rollouts": 0, "tokens": 0})
     attempt: int = 0
     success_before: float | None = None
     sums: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -115,9 +113,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
 
 async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
     experiment.validate(config)
-    workdir = open_workdir(
-        workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER
-    )
+    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
     clock = Stopwatch()
     env = experiment.make_env(config)
     with clock("warm_start"):
@@ -161,7 +157,9 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
             for step in range(first, config.steps):
                 clock = Stopwatch()
                 compiled = trainer.compilations
-                state, metrics = await _step(trainer, state, progress, step, journal, clock, workdir)
+                state, metrics = await _step(
+                    trainer, state, progress, step, journal, clock, workdir
+                )
                 last = step + 1 == config.steps
                 if last or (step + 1) % config.evaluate.every == 0:
                     latest = await evaluation()
@@ -230,9 +228,7 @@ async def _step(
     with clock("critic"):
         values = trainer.refine(collected, belief)
         if config.critic.enabled:
-            new_critic, critic_metrics = trainer.learn_critic(
-                state, trajectories, hidden, belief
-            )
+            new_critic, critic_metrics = trainer.learn_critic(state, trajectories, hidden, belief)
             state = dataclasses.replace(state, critic=new_critic)
             if config.critic.values_from != "before":
                 belief = trainer.belief(state, trajectories, hidden, own_fold=True)
@@ -247,9 +243,7 @@ async def _step(
 
     # 7. Clipped policy update.
     with clock("update"):
-        policy_batch = trainer.policy_batch(
-            state, trajectories, packed, scores, batch, credits
-        )
+        policy_batch = trainer.policy_batch(state, trajectories, packed, scores, batch, credits)
         state, update_metrics = trainer.update(state, policy_batch)
 
     # 8. New weights to the engine, under a new version.
@@ -269,6 +263,7 @@ async def _step(
                     **values.for_report(),
                     segment_advantages=np.asarray(credits.segment_advantages),
                     max_tasks=config.log.tree_tasks,
+                    decode=trainer.start.chat.decode,
                 ),
             )
     for phase, seconds in collected.ledger.seconds.items():
@@ -381,6 +376,7 @@ def _finish(
     report = workdir / "report.html"
     summary = {
         "method": config.method,
+        "task": trainer.env.name,
         "seed": config.seed,
         "steps": config.steps,
         "success_before": progress.success_before,
@@ -403,7 +399,12 @@ def _finish(
         "recompilations_after_warmup": int(sums.get("recompilations", 0)),
         "technical_failures": int(sums.get("technical_failures", 0)),
         "num_parameters": trainer.num_parameters,
-        "warm_start": str(trainer.start.directory),
+        "versions": {
+            "python": platform.python_version(),
+            **{
+                name: importlib.metadata.version(name) for name in ("focus", "jax", "flax", "optax")
+            },
+        },
         "report": str(report),
     }
     write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")

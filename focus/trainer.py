@@ -23,9 +23,9 @@ from focus.credit.refine import leave_one_out_values
 from focus.critic.losses import evidence_id
 from focus.critic.state import CriticState
 from focus.learner import packing, sharding
+from focus.learner.batches import credit_batch
 from focus.learner.critic import CriticLearner, CriticOptions, StateBelief
 from focus.learner.evidence import make_evidence
-from focus.learner.batches import credit_batch
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import (
     PolicyBatch,
@@ -145,9 +145,7 @@ class Trainer:
             retained=config.rollout.retained,
             decode_steps=config.rollout.decode_steps,
         )
-        make_agent = functools.partial(
-            experiment.make_agent, config, env, start.chat, self.engine
-        )
+        make_agent = functools.partial(experiment.make_agent, config, env, start.chat, self.engine)
         self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
         # Held-out tasks are played with the same random numbers in every run and at every step.
         self.eval_agent = make_agent(temperature=config.evaluate.temperature, run_seed=0)
@@ -436,9 +434,9 @@ class Trainer:
         """Log-probs under the warm start, where the loss wants them."""
         if not self.config.learner.kl_coefficient:
             return None
-        return self.score(self._reference_params(), packed.rows).logp
+        return self.score(self._reference_params, packed.rows).logp
 
-    @functools.cache
+    @functools.cached_property
     def _reference_params(self) -> Any:
         return jax.device_put(self.start.params, self.state_shardings.params)
 

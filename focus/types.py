@@ -20,7 +20,8 @@ hold anything, NaN included, and must never reach a result.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Mapping
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 

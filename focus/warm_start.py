@@ -13,8 +13,9 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import jax
 import ml_collections
@@ -140,9 +141,7 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
         snippet_words=config.task.snippet_words,
     )
     shares = [w.real_fraction] + [(1 - w.real_fraction) / w.worlds] * w.worlds
-    demonstrations = list(
-        scripted.demonstrations([env, *worlds], w.episodes, seed, weights=shares)
-    )
+    demonstrations = list(scripted.demonstrations([env, *worlds], w.episodes, seed, weights=shares))
     chat_format = CHAT_FORMATS[config.model.chat_format]
     tokenizer = train_tokenizer(
         _texts(demonstrations),

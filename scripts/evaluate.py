@@ -1,7 +1,7 @@
 """Scores a checkpoint of a run on held-out tasks.
 
-    python scripts/evaluate.py --workdir runs/focus
-    python scripts/evaluate.py --workdir runs/focus --step best --num_tasks 200 --temperature 0
+python scripts/evaluate.py --workdir runs/focus
+python scripts/evaluate.py --workdir runs/focus --step best --num_tasks 200 --temperature 0
 """
 
 import json

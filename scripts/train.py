@@ -1,7 +1,7 @@
 """Trains an agent.
 
     python scripts/train.py --config configs/quickstart.py --workdir runs/focus
-    python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo --config.steps=10
+    python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo --config.seed=1
 
 The same command again goes on where the run was stopped.
 """

@@ -7,9 +7,22 @@ from focus.types import Generation, Segment, State, Trajectory
 VOCAB = 16
 
 
-def make_trajectory(rng, id_, start=None, *, turns=3, compact_after=None, end="terminal",
-                    parent=None, parent_state=None, outcome=1.0, prompt=None, task=0):
+def make_trajectory(
+    rng,
+    id_,
+    start=None,
+    *,
+    turns=3,
+    compact_after=None,
+    end="terminal",
+    parent=None,
+    parent_state=None,
+    outcome=1.0,
+    prompt=None,
+    task=0,
+):
     """A random rollout from a start state, with a compaction after a turn if asked for."""
+
     def draw(low, high):
         return tuple(rng.randrange(1, VOCAB) for _ in range(rng.randint(low, high)))
 
@@ -32,8 +45,18 @@ def make_trajectory(rng, id_, start=None, *, turns=3, compact_after=None, end="t
         ids = () if last and end == "terminal" else ids
         state = State(None, None, ids, turn + 1, span)
         states.append(state)
-    return Trajectory(id_, "t", task, tuple(states), tuple(segments), outcome, True, end,
-                      parent=parent, parent_state=parent_state)
+    return Trajectory(
+        id_,
+        "t",
+        task,
+        tuple(states),
+        tuple(segments),
+        outcome,
+        True,
+        end,
+        parent=parent,
+        parent_state=parent_state,
+    )
 
 
 def make_forest(seed, bases=3, branches=4):
@@ -42,14 +65,29 @@ def make_forest(seed, bases=3, branches=4):
     shared = (3, 1, 4, 1)
     out = []
     for i in range(bases):
-        out.append(make_trajectory(
-            rng, f"b{i}", turns=rng.randint(1, 4), compact_after=rng.choice([None, 0, 1]),
-            end=rng.choice(["terminal", "turn_limit"]), prompt=shared if i < 2 else None))
+        out.append(
+            make_trajectory(
+                rng,
+                f"b{i}",
+                turns=rng.randint(1, 4),
+                compact_after=rng.choice([None, 0, 1]),
+                end=rng.choice(["terminal", "turn_limit"]),
+                prompt=shared if i < 2 else None,
+            )
+        )
     for i in range(branches):
         parent = rng.choice(out)
         j = rng.choice([j for j, s in enumerate(parent.states) if s.prompt_ids])
-        out.append(make_trajectory(
-            rng, f"{parent.id}/{i}", parent.states[j], turns=rng.randint(0, 3),
-            compact_after=rng.choice([None, 0]), end=rng.choice(["terminal", "turn_limit"]),
-            parent=parent.id, parent_state=j))
+        out.append(
+            make_trajectory(
+                rng,
+                f"{parent.id}/{i}",
+                parent.states[j],
+                turns=rng.randint(0, 3),
+                compact_after=rng.choice([None, 0]),
+                end=rng.choice(["terminal", "turn_limit"]),
+                parent=parent.id,
+                parent_state=j,
+            )
+        )
     return out

@@ -26,7 +26,13 @@ TOP = {"train", "trainer", "evaluate", "experiment", "warm_start"}
 # Layers that see arrays only: no input or output, no networks, no optimisers.
 PURE = {"types", "credit", "branching"}
 PURE_LIBRARIES = {"jax", "chex", "numpy", "__future__"} | {
-    "dataclasses", "functools", "typing", "collections", "numbers", "math", "itertools"
+    "dataclasses",
+    "functools",
+    "typing",
+    "collections",
+    "numbers",
+    "math",
+    "itertools",
 }
 WITHOUT_JAX = {"tasks", "context", "journal"}
 # The engine in this process, and the planner's arrays, are where rollouts touch a device.

@@ -90,7 +90,13 @@ def test_default_chunk_bounds_the_logits_and_wastes_little():
 
 
 CONFIG = transformer.ModelConfig(
-    vocab_size=13, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=24,
+    vocab_size=13,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    d_ff=24,
     max_context=32,
 )
 PARAMS = jax.jit(transformer.init_params, static_argnums=0)(CONFIG, jax.random.key(0))

@@ -89,8 +89,11 @@ def test_an_extreme_log_ratio_is_finite():
     for sign in (1.0, -1.0):
         for gap in (1000.0, -1000.0):
             arrays = dict(
-                logp=np.array([gap]), old_logp=np.zeros(1), behaviour_logp=np.array([-gap]),
-                advantages=np.array([sign]), mask=np.array([True]),
+                logp=np.array([gap]),
+                old_logp=np.zeros(1),
+                behaviour_logp=np.array([-gap]),
+                advantages=np.array([sign]),
+                mask=np.array([True]),
             )
             config = PolicyLossConfig(kl_coefficient=0.1)
             value, grad = value_and_grad(arrays, config, ref_logp=jnp.array([-gap]))
@@ -106,8 +109,9 @@ def test_what_is_masked_may_be_nan():
 
     arrays = example(1)
     clean = {k: v if k == "mask" else np.where(arrays["mask"], v, 0.0) for k, v in arrays.items()}
-    poison = {k: v if k == "mask" else np.where(arrays["mask"], v, np.nan)
-              for k, v in arrays.items()}
+    poison = {
+        k: v if k == "mask" else np.where(arrays["mask"], v, np.nan) for k, v in arrays.items()
+    }
     config = PolicyLossConfig(kl_coefficient=0.1, entropy_coefficient=0.1)
     got = value_and_grad(poison, config, entropy=poison["old_logp"], ref_logp=poison["old_logp"])
     want = value_and_grad(clean, config, entropy=clean["old_logp"], ref_logp=clean["old_logp"])
@@ -141,15 +145,17 @@ def test_on_policy_gradient_is_minus_the_advantage():
 
 
 def test_the_importance_weight_is_capped_and_carries_no_gradient():
-    one = dict(old_logp=np.zeros(1), advantages=np.ones(1), mask=np.array([True]),
-               logp=np.zeros(1))
+    one = dict(old_logp=np.zeros(1), advantages=np.ones(1), mask=np.array([True]), logp=np.zeros(1))
     for gap, weight in ((0.5, np.exp(0.5)), (5.0, 2.0), (-0.5, np.exp(-0.5))):
         value, grad = value_and_grad(one | {"behaviour_logp": np.array([-gap])})
         np.testing.assert_allclose((value, grad[0]), (-weight, -weight), rtol=1e-5)
     rest = dict(denominator=jnp.float32(1), config=PLAIN)
     through_old = jax.grad(
         lambda old, behaviour: policy_loss(
-            old, old, behaviour, jnp.ones(1), jnp.array([True]), **rest)[0].sum(), argnums=1)
+            old, old, behaviour, jnp.ones(1), jnp.array([True]), **rest
+        )[0].sum(),
+        argnums=1,
+    )
     assert through_old(jnp.zeros(1), jnp.full(1, 0.3)) == 0
 
 

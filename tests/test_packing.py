@@ -18,23 +18,39 @@ from focus.policy.logprobs import chunked_logprobs
 from focus.types import Generation, Segment, State, Trajectory
 
 CONFIG = transformer.ModelConfig(
-    vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=24,
+    vocab_size=VOCAB,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    d_ff=24,
     max_context=128,
 )
 PARAMS = transformer.init_params(CONFIG, jax.random.key(0))
 
 
 def pack(trajectories, row_length=64, max_nodes=8, max_states=16, rows_multiple=1):
-    return pack_trajectories(trajectories, row_length=row_length, max_nodes=max_nodes,
-                             max_states=max_states, rows_multiple=rows_multiple)
+    return pack_trajectories(
+        trajectories,
+        row_length=row_length,
+        max_nodes=max_nodes,
+        max_states=max_states,
+        rows_multiple=rows_multiple,
+    )
 
 
 @jax.jit
 def row_values(params, rows):
     """Log-prob of every token given its parent, entropy, and hidden states at states."""
     hidden = transformer.hidden_states(
-        CONFIG, params, rows.tokens, positions=rows.positions, node_id=rows.node_id,
-        visible_until=rows.visible_until)
+        CONFIG,
+        params,
+        rows.tokens,
+        positions=rows.positions,
+        node_id=rows.node_id,
+        visible_until=rows.visible_until,
+    )
     before = jnp.take_along_axis(hidden, jnp.maximum(rows.parent, 0)[..., None], axis=1)
     logp, _ = chunked_logprobs(before, transformer.unembedding(CONFIG, params), rows.tokens)
     at_states = jnp.take_along_axis(hidden, jnp.maximum(rows.state_pos, 0)[..., None], axis=1)
@@ -126,12 +142,15 @@ def test_every_generated_token_and_every_state_is_stored_once(seed, row_length):
         at, spelled = rows.state_pos[r, p], []
         while at >= 0:
             spelled.append(int(rows.tokens[r, at]))
-            assert rows.positions[r, at] == rows.positions[r, rows.parent[r, at]] + 1 or \
-                rows.parent[r, at] == -1
+            assert (
+                rows.positions[r, at] == rows.positions[r, rows.parent[r, at]] + 1
+                or rows.parent[r, at] == -1
+            )
             at = rows.parent[r, at]
         assert tuple(reversed(spelled)) == forest[b].states[j].prompt_ids
-    with_prompt = {(b, j) for b, t in enumerate(forest) for j, s in enumerate(t.states)
-                   if s.prompt_ids}
+    with_prompt = {
+        (b, j) for b, t in enumerate(forest) for j, s in enumerate(t.states) if s.prompt_ids
+    }
     assert {tuple(x) for x in packed.state_index.tolist()} == with_prompt
     distinct = {(forest[b].states[j].prompt_ids, forest[b].states[j].span) for b, j in with_prompt}
     assert len(distinct) <= (rows.state_pos >= 0).sum() <= len(with_prompt)
@@ -139,24 +158,31 @@ def test_every_generated_token_and_every_state_is_stored_once(seed, row_length):
     values = np.random.default_rng(seed).normal(size=(len(forest), packed.num_tokens))
     mask = packed.to_trajectories(np.ones(rows.tokens.shape, bool), fill=False)
     np.testing.assert_array_equal(
-        packed.to_trajectories(packed.to_rows(values)), np.where(mask, values, 0.0))
+        packed.to_trajectories(packed.to_rows(values)), np.where(mask, values, 0.0)
+    )
 
 
 def test_a_shared_prefix_is_stored_once_and_repeated_only_across_rows():
     """k branches of one state cost k tails, not k prefixes (pitfall 22)."""
     rng = random.Random(0)
     base = make_trajectory(rng, "b", turns=3)
-    branches = [make_trajectory(rng, f"b/{k}", base.states[2], turns=1, parent="b", parent_state=2)
-                for k in range(4)]
+    branches = [
+        make_trajectory(rng, f"b/{k}", base.states[2], turns=1, parent="b", parent_state=2)
+        for k in range(4)
+    ]
     tails = sum(b.num_tokens for b in branches)
     whole = len(base.segments[-1].generations[0].prompt_ids) + len(
-        base.segments[-1].generations[0].output_ids)
+        base.segments[-1].generations[0].output_ids
+    )
     packed = pack([base, *branches])
     assert packed.used_tokens == whole + tails and packed.repeated_tokens == 0
     assert packed.rows.num_rows == 1
     # One slot for the shared state, seen by the base and all four branches.
-    same = {tuple(p) for (b, j), p in zip(packed.state_index.tolist(), packed.state_place.tolist())
-            if (b == 0 and j == 2) or (b > 0 and j == 0)}
+    same = {
+        tuple(p)
+        for (b, j), p in zip(packed.state_index.tolist(), packed.state_place.tolist())
+        if (b == 0 and j == 2) or (b > 0 and j == 0)
+    }
     assert len(same) == 1
     few_nodes = pack([base, *branches], max_nodes=3)
     prefix = len(base.states[2].prompt_ids)
@@ -184,15 +210,24 @@ def test_padding_may_be_poison():
     packed = pack(make_forest(1), rows_multiple=4)
     values = np.where(packed.rows.generated_mask, 1.0, np.nan)
     np.testing.assert_array_equal(
-        packed.to_trajectories(values).sum(), packed.rows.generated_mask.sum())
+        packed.to_trajectories(values).sum(), packed.rows.generated_mask.sum()
+    )
 
 
 def test_the_real_end_of_turn_token_is_trained_and_pads_are_not():
     """Pad and end-of-sequence share id 0 (pitfall 16): the mask comes from what was sampled."""
     generation = Generation("act", (5, 6), (7, 0), (-0.1, -0.2), "stop")
     state = State(None, None, (5, 6), 0)
-    trajectory = Trajectory("b", "t", 0, (state, State(None, None, (), 1)),
-                            (Segment((generation,), "", ""),), 1.0, True, "terminal")
+    trajectory = Trajectory(
+        "b",
+        "t",
+        0,
+        (state, State(None, None, (), 1)),
+        (Segment((generation,), "", ""),),
+        1.0,
+        True,
+        "terminal",
+    )
     rows = pack([trajectory], row_length=8).rows
     np.testing.assert_array_equal(rows.tokens[0], [5, 6, 7, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(rows.generated_mask[0], [0, 0, 1, 1, 0, 0, 0, 0])
@@ -250,20 +285,34 @@ def test_credit_batch_lays_out_tokens_segments_and_missing_outcomes():
     cut = make_trajectory(rng, "c", turns=2, end="budget", outcome=None)
     failed = dataclasses.replace(make_trajectory(rng, "d", turns=1), end="failed", outcome=0.0)
     unscored = make_trajectory(rng, "e", turns=1, outcome=None)
-    wins = [make_trajectory(rng, f"b/{k}", base.states[1], turns=2, parent="b", parent_state=1,
-                            outcome=o) for k, o in enumerate([1.0, None, 0.5])]
-    batch = credit_batch([base, cut, failed, unscored], num_segments=(2, 4), num_tokens=(2, 64),
-                         num_rows=(4, 8), num_continuations=2, continuations=wins,
-                         value=np.ones((4, 3)))
+    wins = [
+        make_trajectory(
+            rng, f"b/{k}", base.states[1], turns=2, parent="b", parent_state=1, outcome=o
+        )
+        for k, o in enumerate([1.0, None, 0.5])
+    ]
+    batch = credit_batch(
+        [base, cut, failed, unscored],
+        num_segments=(2, 4),
+        num_tokens=(2, 64),
+        num_rows=(4, 8),
+        num_continuations=2,
+        continuations=wins,
+        value=np.ones((4, 3)),
+    )
     assert batch.segment_mask.shape == (4, 4) and batch.token_mask.shape == (4, 64)
     np.testing.assert_array_equal(batch.row_mask, [True, True, False, False])
     np.testing.assert_array_equal(batch.truncated, [False, True, False, False])
     np.testing.assert_array_equal(batch.outcome, [0.25, np.nan, 0.0, np.nan])
-    np.testing.assert_array_equal(batch.token_mask.sum(1),
-                                  [t.num_tokens for t in (base, cut, failed, unscored)])
+    np.testing.assert_array_equal(
+        batch.token_mask.sum(1), [t.num_tokens for t in (base, cut, failed, unscored)]
+    )
     # Summary tokens belong to the segment that they close.
-    assert (batch.token_segment[0] == 0).sum() == base.segments[0].num_tokens > len(
-        base.segments[0].generations[0].output_ids)
+    assert (
+        (batch.token_segment[0] == 0).sum()
+        == base.segments[0].num_tokens
+        > len(base.segments[0].generations[0].output_ids)
+    )
     assert (batch.token_segment[~batch.token_mask] == -1).all()
     np.testing.assert_array_equal(batch.mc_mask[0, 1], [True, True])
     np.testing.assert_array_equal(batch.mc_return[0, 1], [1.0, 0.5])
@@ -280,4 +329,5 @@ def test_the_token_axis_of_a_batch_is_that_of_the_rows():
     rows = packed.to_rows(batch.behaviour_logp)
     assert (rows[packed.rows.generated_mask] < 0).all()
     np.testing.assert_array_equal(
-        packed.to_trajectories(rows, batch.token_mask.shape), batch.behaviour_logp)
+        packed.to_trajectories(rows, batch.token_mask.shape), batch.behaviour_logp
+    )

@@ -15,8 +15,16 @@ from focus.learner import sharding, state
 from focus.policy import transformer
 
 CONFIG = transformer.ModelConfig(
-    vocab_size=16, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=32,
-    max_context=64, attention_bias=True, tie_embeddings=False,
+    vocab_size=16,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=32,
+    max_context=64,
+    attention_bias=True,
+    tie_embeddings=False,
 )
 
 
@@ -28,8 +36,10 @@ def abstract_state():
     optimizer = state.make_optimizer(state.OptimizerConfig())
     return jax.eval_shape(
         lambda key: state.init_state(
-            transformer.init_params(CONFIG, key), optimizer, critic={"heads": jnp.zeros((3, 5))}),
-        jax.random.key(0))
+            transformer.init_params(CONFIG, key), optimizer, critic={"heads": jnp.zeros((3, 5))}
+        ),
+        jax.random.key(0),
+    )
 
 
 def test_rules_place_every_parameter_its_moments_and_the_critic():
@@ -160,7 +170,8 @@ def test_one_device_and_eight_give_the_same_losses_and_gradients():
         "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
         "OPENBLAS_NUM_THREADS": "1",
     }
-    done = subprocess.run([sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True,
-                          text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("same") == 4

@@ -15,7 +15,13 @@ from focus.learner.packing import pack_trajectories
 from focus.policy import transformer
 
 CONFIG = transformer.ModelConfig(
-    vocab_size=VOCAB, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=24,
+    vocab_size=VOCAB,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    d_ff=24,
     max_context=64,
 )
 MODEL = update.transformer_model(CONFIG)
@@ -31,8 +37,13 @@ def new_state(optimizer=OPTIMIZER):
 
 
 def packed_forest(seed=0, bases=5, branches=5):
-    return pack_trajectories(make_forest(seed, bases, branches), row_length=32, max_nodes=6,
-                             max_states=12, rows_multiple=2)
+    return pack_trajectories(
+        make_forest(seed, bases, branches),
+        row_length=32,
+        max_nodes=6,
+        max_states=12,
+        rows_multiple=2,
+    )
 
 
 def policy_batch(packed, seed=0):
@@ -45,8 +56,12 @@ def policy_batch(packed, seed=0):
 
     old = np.log(1 / VOCAB) + 0.1 * rng.normal(size=mask.shape)
     return update.PolicyBatch(
-        rows, mask, advantages=kept(rng.normal(size=mask.shape)), old_logp=kept(old),
-        behaviour_logp=kept(old + 0.1 * rng.normal(size=mask.shape)))
+        rows,
+        mask,
+        advantages=kept(rng.normal(size=mask.shape)),
+        old_logp=kept(old),
+        behaviour_logp=kept(old + 0.1 * rng.normal(size=mask.shape)),
+    )
 
 
 def copy(tree):
@@ -73,7 +88,8 @@ def test_scores_do_not_depend_on_micro_batches_and_compile_once():
     score(params, fewer.rows)
     assert packed.rows.num_rows != fewer.rows.num_rows and len(traces) == 1
     other = update.make_score_fn(MODEL, mesh=MESH, micro_rows=3, temperature=0.7)(
-        params, packed.rows)
+        params, packed.rows
+    )
     mask, at_states = packed.rows.generated_mask, packed.rows.state_pos >= 0
     np.testing.assert_allclose(scores.logp[mask], other.logp[mask], atol=1e-5)
     np.testing.assert_allclose(scores.entropy[mask], other.entropy[mask], atol=1e-5)
@@ -99,22 +115,31 @@ def test_gradients_do_not_depend_on_micro_batches():
         hidden = MODEL.hidden(params, micro.rows)
         logp, entropy = update.row_logprobs(MODEL, params, micro.rows, hidden)
         return losses.policy_loss(
-            logp, micro.old_logp, micro.behaviour_logp, micro.advantages, micro.mask,
-            denominator=denominator, entropy=entropy,
-            config=losses.PolicyLossConfig(entropy_coefficient=0.01))
+            logp,
+            micro.old_logp,
+            micro.behaviour_logp,
+            micro.advantages,
+            micro.mask,
+            denominator=denominator,
+            entropy=entropy,
+            config=losses.PolicyLossConfig(entropy_coefficient=0.01),
+        )
 
     index = np.arange(batch.rows.num_rows)
     results = [
         update.make_gradient_fn(loss, MESH, micro_rows, shardings.params)(
-            train_state.params, batch, order)
+            train_state.params, batch, order
+        )
         for micro_rows, order in ((1, index), (3, index[::-1]))
     ]
     whole = jax.jit(jax.value_and_grad(lambda p: loss(p, batch, batch.mask.sum())[0]))(
-        train_state.params)
+        train_state.params
+    )
     for grads, value, metrics in results:
         np.testing.assert_allclose(value, whole[0], rtol=1e-5)
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-4), grads, whole[1])
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-4), grads, whole[1]
+        )
         assert metrics["tokens"] == batch.mask.sum()
 
 
@@ -122,8 +147,13 @@ def test_policy_update_compiles_once_and_counts_its_steps():
     model, traces = counting_model()
     train_state, shardings = new_state()
     run = update.make_policy_update(
-        model, OPTIMIZER, losses.PolicyLossConfig(),
-        update.UpdateConfig(micro_rows=2, minibatches=2, epochs=2), mesh=MESH, shardings=shardings)
+        model,
+        OPTIMIZER,
+        losses.PolicyLossConfig(),
+        update.UpdateConfig(micro_rows=2, minibatches=2, epochs=2),
+        mesh=MESH,
+        shardings=shardings,
+    )
     batch = policy_batch(packed_forest())
     before = copy(train_state.params)
     train_state, metrics = run(train_state, batch)
@@ -140,8 +170,9 @@ def test_policy_update_compiles_once_and_counts_its_steps():
     empty = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
     train_state, metrics = run(train_state, empty)
     assert metrics == {"optimizer_steps": 0.0, "tokens": 0.0}
-    jax.tree.map(np.testing.assert_array_equal, before,
-                 copy((train_state.params, train_state.opt_state)))
+    jax.tree.map(
+        np.testing.assert_array_equal, before, copy((train_state.params, train_state.opt_state))
+    )
 
 
 def test_an_update_raises_good_tokens_and_lowers_bad_ones():
@@ -153,8 +184,13 @@ def test_an_update_raises_good_tokens_and_lowers_bad_ones():
     sign = np.where(packed.rows.tokens % 2, 1.0, -1.0).astype(np.float32)
     batch = update.PolicyBatch(packed.rows, mask, sign, old, old)
     run = update.make_policy_update(
-        MODEL, OPTIMIZER, losses.PolicyLossConfig(), update.UpdateConfig(micro_rows=2),
-        mesh=MESH, shardings=shardings)
+        MODEL,
+        OPTIMIZER,
+        losses.PolicyLossConfig(),
+        update.UpdateConfig(micro_rows=2),
+        mesh=MESH,
+        shardings=shardings,
+    )
     train_state, metrics = run(train_state, batch)
     np.testing.assert_allclose(metrics["ratio"], 1.0, atol=1e-5)
     np.testing.assert_allclose(metrics["engine_kl"], 0.0, atol=1e-6)
@@ -165,8 +201,13 @@ def test_an_update_raises_good_tokens_and_lowers_bad_ones():
 def test_a_loss_that_is_not_finite_leaves_the_parameters_alone():
     train_state, shardings = new_state()
     run = update.make_policy_update(
-        MODEL, OPTIMIZER, losses.PolicyLossConfig(), update.UpdateConfig(micro_rows=2),
-        mesh=MESH, shardings=shardings)
+        MODEL,
+        OPTIMIZER,
+        losses.PolicyLossConfig(),
+        update.UpdateConfig(micro_rows=2),
+        mesh=MESH,
+        shardings=shardings,
+    )
     batch = policy_batch(packed_forest())
     before = copy(train_state)
     bad = batch.advantages.copy()
@@ -184,7 +225,8 @@ def test_supervised_update_learns_a_small_batch_by_heart():
     optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=3e-2))
     train_state, shardings = new_state(optimizer)
     run = update.make_supervised_update(
-        MODEL, optimizer, update.UpdateConfig(micro_rows=2), mesh=MESH, shardings=shardings)
+        MODEL, optimizer, update.UpdateConfig(micro_rows=2), mesh=MESH, shardings=shardings
+    )
     weights = np.ones(rows.tokens.shape, np.float32)
     batch = update.SupervisedBatch(rows, rows.generated_mask, weights)
     first = None
@@ -213,21 +255,27 @@ def test_rows_are_shuffled_by_seed_and_step_alone():
 
 
 def test_optimizer_warms_up_clips_and_decays_matrices_only():
-    config = state.OptimizerConfig(learning_rate=1.0, schedule="cosine", warmup_steps=2,
-                                   total_steps=10, final_fraction=0.1)
+    config = state.OptimizerConfig(
+        learning_rate=1.0, schedule="cosine", warmup_steps=2, total_steps=10, final_fraction=0.1
+    )
     schedule = state.make_schedule(config)
     np.testing.assert_allclose([schedule(i) for i in (0, 1, 2, 10)], [0, 0.5, 1, 0.1], atol=1e-6)
     schedule = state.make_schedule(state.OptimizerConfig(learning_rate=1.0, warmup_steps=4))
     np.testing.assert_allclose([schedule(i) for i in (1, 4, 99)], [0.25, 1, 1])
     params = jax.eval_shape(INIT, jax.random.key(0))
-    decayed = {sharding.path_name(p) for p, d in
-               jax.tree_util.tree_leaves_with_path(state.decays(params)) if d}
+    decayed = {
+        sharding.path_name(p)
+        for p, d in jax.tree_util.tree_leaves_with_path(state.decays(params))
+        if d
+    }
     assert decayed == {"embed"} | {
-        f"layers/{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")}
+        f"layers/{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")
+    }
     optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=0.1, weight_decay=0.5))
     params = {"w_proj": jnp.ones((2, 2)), "attn_norm": jnp.ones((2, 2))}
     updates, _ = optimizer.update(
-        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
     np.testing.assert_allclose(updates["w_proj"], -0.05)
     np.testing.assert_allclose(updates["attn_norm"], 0.0)
     huge = jax.tree.map(lambda p: p * 1e6, params)

@@ -7,8 +7,9 @@ that costs time (prompts, observations, replays) has a column of its own and no 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, Mapping
+from typing import Any
 
 
 class BudgetExceeded(RuntimeError):

@@ -8,7 +8,7 @@ plans again with what is left.
 from __future__ import annotations
 
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 import chex
 import jax

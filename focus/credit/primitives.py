@@ -6,7 +6,8 @@ Nothing here normalises unless its name says so.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import chex
 import jax

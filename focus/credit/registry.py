@@ -6,7 +6,8 @@ To add one: write a pure function `CreditBatch -> Credit` and one entry in `ESTI
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Callable, Literal, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from focus.credit import baselines
 from focus.credit.primitives import require_channels

@@ -7,7 +7,7 @@ from the mean of its continuations. The two are different outcomes and make diff
 from __future__ import annotations
 
 import functools
-from typing import Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np

@@ -46,8 +46,7 @@ class ModelConfig:
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads {self.num_heads} must be a multiple of num_kv_heads "
-                f"{self.num_kv_heads}"
+                f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
@@ -295,7 +294,10 @@ def init_cache(config: ModelConfig, slots: int, length: int) -> Cache:
 
 def layer_list(config: ModelConfig, params: Params) -> list[Params]:
     """Parameters of each layer on its own: do this once, outside a decoding loop."""
-    return [jax.tree.map(lambda p: p[i], params["layers"]) for i in range(config.num_layers)]
+    return [
+        {name: stacked[i] for name, stacked in params["layers"].items()}
+        for i in range(config.num_layers)
+    ]
 
 
 def extend(

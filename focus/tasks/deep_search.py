@@ -326,7 +326,9 @@ def make_deep_search(
     elif world.endswith(".json"):
         name, countries = pathlib.Path(world).stem, facts.read_countries(world)
     else:
-        raise ValueError(f'world must be "real", "shuffled", "fictional" or a path to .json, got {world!r}')
+        raise ValueError(
+            f'world must be "real", "shuffled", "fictional" or a path to .json, got {world!r}'
+        )
     if not provinces:
         countries = tuple(dataclasses.replace(country, provinces=()) for country in countries)
     questions = worlds.all_questions(countries, hops)
