@@ -17,11 +17,12 @@ CORE = [
     # Tasks: BM25 with sparse scores (numpy only), and the facts of deep_search (MIT).
     "bm25s>=0.2.6,<0.4",
     "countryinfo>=1.0.1,<2",
-    # What a person looks at: progress and tables, plots, the HTML report.
+    # What a person looks at: progress and tables, the HTML report; plots in notebooks.
     "safetensors>=0.5,<0.8",  # how weights are kept outside of checkpoints
     "rich>=13.9,<16",
     "matplotlib>=3.9,<4",
     "jinja2>=3.1,<4",
+    "markupsafe>=2.1,<4",  # escaping of what the report draws itself; comes with jinja2
 ]
 
 EXTRAS = {

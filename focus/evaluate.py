@@ -103,7 +103,7 @@ def evaluate_run(
       Step, success, its standard error, number of tasks, mean tokens and turns.
 
     Raises:
-      ValueError: no run there, no such checkpoint.
+      ValueError: no run there, no such checkpoint, more tasks than there are.
     """
     workdir = Path(workdir)
     if not (workdir / "config.json").is_file():
@@ -117,6 +117,12 @@ def evaluate_run(
         config.evaluate.num_tasks = num_tasks
     experiment.validate(config)
     env = experiment.make_env(config)
+    available = len(env.tasks("heldout"))
+    if config.evaluate.num_tasks > available:
+        raise ValueError(
+            f"num_tasks {config.evaluate.num_tasks} is more than the {available} held-out tasks "
+            "of the run; ask for at most that many"
+        )
     trainer = Trainer(config, env, warm_start.load_or_make(config, env))
     checkpointer = Checkpointer(workdir)
     restored = checkpointer.restore(trainer.init_state(), step=step)

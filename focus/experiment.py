@@ -59,6 +59,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
     _choose("critic.values_from", c.critic.values_from, VALUES_FROM)
     _choose("critic.uncertainty", c.critic.uncertainty, UNCERTAINTIES)
     _choose("critic.backbone", c.critic.backbone, BACKBONES)
+    if c.critic.backbone == "own" and c.critic.values_from == "crossfit":
+        raise ValueError(
+            "critic.values_from='crossfit' needs critic.backbone='policy', got 'own': members that "
+            "never train on a task would share a backbone that does; use values_from='before'"
+        )
     if c.steps < 1:
         raise ValueError(f"steps must be >= 1, got {c.steps}")
     if c.model.max_context > c.learner.row_length:

@@ -113,9 +113,10 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
 
 async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
     experiment.validate(config)
+    env = experiment.make_env(config)
+    # Only now: a config that cannot work must not claim the workdir.
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
     clock = Stopwatch()
-    env = experiment.make_env(config)
     with clock("warm_start"):
         start = warm_start.load_or_make(config, env)
     with clock("compile"):
@@ -132,12 +133,16 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
 
         async def evaluation() -> Evaluation:
             with clock("evaluate"):
-                return await evaluate(
+                result = await evaluate(
                     trainer.eval_agent,
                     trainer.heldout_tasks,
                     name="heldout",
                     concurrency=config.rollout.max_running,
                 )
+                # What it leaves in the cache would be gone after a resume: the next step would
+                # compute other prefixes, and a resumed run would not equal an unbroken one.
+                trainer.engine.flush_cache()
+                return result
 
         with clock("compile"):
             trainer.engine.warmup(filtered=trainer.filtered)
@@ -228,9 +233,12 @@ async def _step(
     with clock("critic"):
         values = trainer.refine(collected, belief)
         if config.critic.enabled:
-            new_critic, critic_metrics = trainer.learn_critic(state, trajectories, hidden, belief)
+            new_critic, critic_metrics = trainer.learn_critic(
+                state, trajectories, packed, hidden, belief
+            )
             state = dataclasses.replace(state, critic=new_critic)
             if config.critic.values_from != "before":
+                hidden = trainer.state_features(state, packed, scores)
                 belief = trainer.belief(state, trajectories, hidden, own_fold=True)
                 values = trainer.refine(collected, belief)
         else:

@@ -21,14 +21,15 @@ from focus.credit import ESTIMATORS, estimate
 from focus.credit.primitives import masked_whiten
 from focus.credit.refine import leave_one_out_values
 from focus.critic.losses import evidence_id
-from focus.critic.state import CriticState
 from focus.learner import packing, sharding
+from focus.learner.backbone import BackboneCritic, BackboneOptions
 from focus.learner.batches import credit_batch
 from focus.learner.critic import CriticLearner, CriticOptions, StateBelief
 from focus.learner.evidence import make_evidence
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import (
     PolicyBatch,
+    PolicyModel,
     Scores,
     make_policy_update,
     make_score_fn,
@@ -110,7 +111,7 @@ class Trainer:
             micro_rows=config.learner.micro_rows,
             temperature=config.rollout.temperature,
         )
-        self.critic = self._make_critic() if config.critic.enabled else None
+        self.critic = self._make_critic(policy) if config.critic.enabled else None
         self.state_shardings = sharding.shardings_of(
             jax.eval_shape(self._init, start.params), self.mesh
         )
@@ -143,6 +144,9 @@ class Trainer:
             eos_token_ids=start.chat.stop_token_ids,
             max_running=config.rollout.max_running,
             retained=config.rollout.retained,
+            cache_buckets=tuple(config.rollout.cache_buckets),
+            prefill_buckets=tuple(config.rollout.prefill_buckets),
+            batch_buckets=tuple(config.rollout.batch_buckets),
             decode_steps=config.rollout.decode_steps,
         )
         make_agent = functools.partial(experiment.make_agent, config, env, start.chat, self.engine)
@@ -174,11 +178,26 @@ class Trainer:
     def _init(self, params: Any) -> TrainState:
         critic = None
         if self.critic is not None:
-            critic = self.critic.init(jax.random.key(self.config.seed))
+            critic = self.critic.init(jax.random.key(self.config.seed), params)
         return init_state(params, self._optimizer, critic)
 
-    def _make_critic(self) -> CriticLearner:
+    def _make_critic(self, policy: PolicyModel) -> CriticLearner | BackboneCritic:
         c = self.config.critic
+        if c.backbone == "own":
+            return BackboneCritic(
+                experiment.critic_config(self.config),
+                BackboneOptions(
+                    learning_rate=c.learning_rate,
+                    backbone_learning_rate=c.backbone_learning_rate,
+                    epochs=c.epochs,
+                    minibatches=self.config.learner.minibatches,
+                    micro_rows=self.config.learner.micro_rows,
+                    uncertainty=c.uncertainty,
+                ),
+                policy,
+                self.start.params,
+                mesh=self.mesh,
+            )
         return CriticLearner(
             experiment.critic_config(self.config),
             CriticOptions(
@@ -188,6 +207,7 @@ class Trainer:
                 replay_steps=c.replay_steps,
                 uncertainty=c.uncertainty,
             ),
+            self.score,
         )
 
     # Shapes.
@@ -237,18 +257,26 @@ class Trainer:
     # The critic.
 
     def state_features(
-        self, state: TrainState, packed: packing.PackedRows, scores: Scores
-    ) -> np.ndarray:
-        """[B, S + 1, H] hidden states at states, of the policy."""
-        del state
+        self, state: TrainState, packed: packing.PackedRows, scores: Scores | None = None
+    ) -> np.ndarray | None:
+        """[B, S + 1, H] hidden states at states, as the critic reads them; None without one.
+
+        Args:
+          state: holds the model that is read.
+          packed: rows with the states.
+          scores: the policy's of these rows, where they are at hand.
+        """
+        if self.critic is None:
+            return None
+        hidden = self.critic.features(state, packed.rows, scores)
         rows = min(b for b in self.config.learner.row_buckets if b >= packed.num_trajectories)
-        return packed.states_to_trajectories(scores.state_hidden, (rows, self.env.max_turns + 1))
+        return packed.states_to_trajectories(hidden, (rows, self.env.max_turns + 1))
 
     def belief(
         self,
         state: TrainState,
         trajectories: Sequence[Trajectory],
-        hidden: np.ndarray,
+        hidden: np.ndarray | None,
         *,
         own_fold: bool = False,
     ) -> StateBelief | None:
@@ -257,7 +285,7 @@ class Trainer:
         Args:
           state: holds the critic.
           trajectories: rows of `hidden`.
-          hidden: [B, S + 1, H].
+          hidden: [B, S + 1, H], see `state_features`.
           own_fold: with cross-fitting, read a task's states with the members that never train
             on it.
         """
@@ -273,12 +301,9 @@ class Trainer:
 
     def score_states(self, state: TrainState, base: Sequence[Trajectory]) -> StateScores:
         """The forward pass that planning reads: `Scorer` of the controller."""
-        packed = self.pack(base)
-        scores = self.score(state.params, packed.rows)
-        hidden = self.state_features(state, packed, scores)
-        belief = self.belief(state, base, hidden)
-        if belief is None:
+        if self.critic is None:
             return uninformed_scores(base)
+        belief = self.belief(state, base, self.state_features(state, self.pack(base)))
         rows = len(base)
         return StateScores(
             mean=belief.mean[:rows],
@@ -292,7 +317,7 @@ class Trainer:
         if self.critic is None:
             return state
         packed = self.pack(trajectories)
-        hidden = self.state_features(state, packed, self.score(state.params, packed.rows))
+        hidden = self.state_features(state, packed)
         mask = packed.state_mask(hidden.shape[:2])
         critic = self.critic.fit_standardisation(state.critic, hidden, mask)
         return dataclasses.replace(state, critic=critic)
@@ -375,13 +400,14 @@ class Trainer:
         self,
         state: TrainState,
         trajectories: Sequence[Trajectory],
+        packed: packing.PackedRows,
         hidden: np.ndarray,
         belief: StateBelief,
-    ) -> tuple[CriticState, dict[str, float]]:
+    ) -> tuple[Any, dict[str, float]]:
         """One step's evidence into the critic."""
         c = self.config
         batch = self.credit_batch(trajectories, None, to_train=False)
-        evidence = make_evidence(
+        evidence, index = make_evidence(
             trajectories,
             batch,
             hidden,
@@ -394,7 +420,7 @@ class Trainer:
         )
         step = int(jax.device_get(state.step))
         key = jax.random.fold_in(jax.random.key(c.seed), step)
-        return self.critic.learn(state.critic, evidence, key)
+        return self.critic.learn(state.critic, evidence, key, packed=packed, index=index)
 
     # Credit and the policy.
 

@@ -136,12 +136,21 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
         seed,
         world=w.world,
         provinces=config.task.provinces,
+        lookalikes=config.task.lookalikes,
         hops=tuple(config.task.hops),
         max_turns=config.task.max_turns,
         snippet_words=config.task.snippet_words,
     )
     shares = [w.real_fraction] + [(1 - w.real_fraction) / w.worlds] * w.worlds
-    demonstrations = list(scripted.demonstrations([env, *worlds], w.episodes, seed, weights=shares))
+    demonstrations = list(
+        scripted.demonstrations(
+            [env, *worlds],
+            w.episodes,
+            seed,
+            weights=shares,
+            error_rates=scripted.ErrorRates().scaled(w.error_scale),
+        )
+    )
     chat_format = CHAT_FORMATS[config.model.chat_format]
     tokenizer = train_tokenizer(
         _texts(demonstrations),

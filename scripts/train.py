@@ -22,6 +22,17 @@ _WORKDIR = flags.DEFINE_string(
 flags.mark_flags_as_required(["config", "workdir"])
 
 
+def parse(argv):
+    """Reads the flags; ml_collections answers an unknown key with a chain of exceptions."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except AttributeError as error:
+        cause = error
+        while cause.args and isinstance(cause.args[0], Exception):
+            cause = cause.args[0]
+        sys.exit(f"--config has no such key: {' '.join(str(cause.args[0]).split())}")
+
+
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
@@ -32,4 +43,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

@@ -301,7 +301,7 @@ def test_open_takes_result_numbers_and_titles_listed_or_linked_and_nothing_else(
     by_title = fictional.step(searched.state, f"open( '{country.name.upper()}' )")
     assert by_number.observation == by_title.observation
     assert by_number.info["opened"] == country.name
-    assert f"largest neighbour {neighbour}." in by_number.observation
+    assert f"neighbours largest {neighbour}." in by_number.observation
     assert fictional.step(by_number.state, f"open({neighbour})").info["opened"] == neighbour
     early = play(fictional, task, f"open({country.name})")[-1]
     assert early.info["error"] == "page"
@@ -436,7 +436,7 @@ def test_a_dead_end_sends_the_agent_back_to_where_it_went_wrong():
     rates = dataclasses.replace(scripted.NO_ERRORS, wrong_relation=0.5)
     agent = scripted.ScriptedAgent(ErrsAtFirst(), rates)
     agent.reset("capital of the largest neighbour of Aland?")
-    page = "Aland: country in North. largest neighbour Bland. smallest neighbour Cland."
+    page = "Aland: country in North. neighbours largest Bland. smallest Cland."
     assert agent.act("") == "search(Aland)"
     assert agent.act(page) == "open(Cland)"
     assert agent.act("Cland: country in South. currency Cnt.") == "open(Bland)"

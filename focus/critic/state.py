@@ -257,6 +257,38 @@ def init_critic_state(
     )
 
 
+def condition_posterior(
+    config: CriticConfig,
+    critic: CriticParams,
+    posterior: Posterior,
+    evidence: Evidence,
+    *,
+    retention: float = 0.9,
+) -> Posterior:
+    """The posterior after one training step's evidence.
+
+    Args:
+      config: what the critic is.
+      critic: its arrays.
+      posterior: before.
+      evidence: n new rows.
+      retention: share of the old evidence that is kept.
+
+    Returns:
+      Posterior.
+    """
+    features = jnp.where(evidence.mask[:, None], evidence.features, 0.0)
+    output = apply_critic(config, critic, features)
+    return update_posterior(
+        posterior,
+        project_features(posterior, standardised_features(critic, features)),
+        belief(config, output.value_logits).noise_variance,
+        evidence.weight,
+        evidence.mask,
+        retention=retention,
+    )
+
+
 def observe(
     config: CriticConfig,
     state: CriticState,
@@ -279,15 +311,8 @@ def observe(
     """
     posterior = state.posterior
     if posterior is not None:
-        features = jnp.where(evidence.mask[:, None], evidence.features, 0.0)
-        output = apply_critic(config, state.critic, features)
-        posterior = update_posterior(
-            posterior,
-            project_features(posterior, standardised_features(state.critic, features)),
-            belief(config, output.value_logits).noise_variance,
-            evidence.weight,
-            evidence.mask,
-            retention=retention,
+        posterior = condition_posterior(
+            config, state.critic, posterior, evidence, retention=retention
         )
     buffer = add_evidence(age_buffer(state.buffer, max_age), evidence)
     return dataclasses.replace(state, buffer=buffer, posterior=posterior)

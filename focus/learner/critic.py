@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +23,11 @@ from focus.critic.state import (
     make_critic_update,
     observe,
 )
+from focus.learner.packing import PackedRows, Rows
+from focus.learner.state import TrainState
+from focus.learner.update import Scores
+
+State = TypeVar("State")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,24 +76,81 @@ class StateBelief:
     cost: np.ndarray
 
 
-class CriticLearner:
-    """Compiled functions over a `CriticState`.
+class CriticReader:
+    """What every critic does with hidden states, wherever they come from.
+
+    Its state is any dataclass with the fields `critic` (heads) and `posterior`.
+
+    Args:
+      config: what the critic is.
+    """
+
+    def __init__(self, config: head.CriticConfig):
+        self.config = config
+        self._belief = jax.jit(self._belief_of)
+        self._fit = jax.jit(head.fit_standardisation)
+
+    def fit_standardisation(self, state: State, hidden: np.ndarray, mask: np.ndarray) -> State:
+        """Sets the features' centre and scale, once, from the first states that are seen.
+
+        Args:
+          state: as from `init`.
+          hidden: [B, S + 1, H].
+          mask: [B, S + 1] bool, states that exist.
+        """
+        states = jax.device_put((hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1)))
+        return dataclasses.replace(state, critic=self._fit(state.critic, *states))
+
+    def belief(
+        self, state: State, hidden: np.ndarray, fold: np.ndarray | None = None
+    ) -> StateBelief:
+        """What the critic believes of states.
+
+        Args:
+          state: the critic.
+          hidden: [B, S + 1, H] hidden states, see `features`.
+          fold: [B] int32 fold of each trajectory's task: read by the members that never train
+            on it. None: all members.
+        """
+        if fold is not None:
+            fold = np.broadcast_to(fold[:, None], hidden.shape[:2])
+        states = jax.device_put((hidden, fold))
+        return StateBelief(**jax.device_get(self._belief(state.critic, state.posterior, *states)))
+
+    def _belief_of(self, critic, posterior, hidden, fold) -> dict[str, Any]:
+        output = head.apply_critic(self.config, critic, hidden)
+        belief = head.belief(self.config, output.value_logits, fold=fold)
+        if posterior is not None:
+            phi = project_features(posterior, head.standardised_features(critic, hidden))
+            belief = posterior_belief(belief, posterior, phi)
+        return {
+            "mean": belief.mean,
+            "error_features": belief.error_features,
+            "variance": belief.variance,
+            "noise_var": belief.noise_variance,
+            "cost": head.expected_cost(self.config, output.log_cost),
+        }
+
+
+class CriticLearner(CriticReader):
+    """A critic that reads the policy's hidden states; compiled functions over a `CriticState`.
 
     Args:
       config: what the critic is.
       options: how it learns.
+      score: `(params, rows) -> Scores`, the policy's forward pass.
     """
 
-    def __init__(self, config: head.CriticConfig, options: CriticOptions):
-        self.config = config
+    def __init__(
+        self,
+        config: head.CriticConfig,
+        options: CriticOptions,
+        score: Callable[[Any, Rows], Scores],
+    ):
+        super().__init__(config)
         self.options = options
         self._optimizer = optax.adamw(options.learning_rate, weight_decay=1e-3)
-        self._belief = jax.jit(self._belief_of)
-        self._fit = jax.jit(
-            lambda state, features, mask: dataclasses.replace(
-                state, critic=head.fit_standardisation(state.critic, features, mask)
-            )
-        )
+        self._score = score
         self._observe = jax.jit(
             functools.partial(
                 observe,
@@ -106,8 +169,9 @@ class CriticLearner:
             )
         )
 
-    def init(self, key: jax.Array) -> CriticState:
-        """A critic before its first evidence. `key` is consumed."""
+    def init(self, key: jax.Array, params: Any) -> CriticState:
+        """A critic before its first evidence. `key` is consumed; `params` are not its own."""
+        del params
         posterior = self.options.uncertainty == "posterior"
         return init_critic_state(
             self.config,
@@ -117,37 +181,28 @@ class CriticLearner:
             posterior_features=self.options.posterior_features if posterior else None,
         )
 
-    def fit_standardisation(
-        self, state: CriticState, hidden: np.ndarray, mask: np.ndarray
-    ) -> CriticState:
-        """Sets the features' centre and scale, once, from the first states that are seen.
+    def features(self, state: TrainState, rows: Rows, scores: Scores | None = None) -> np.ndarray:
+        """Hidden states at states of packed rows: the policy's.
 
         Args:
-          state: as from `init`.
-          hidden: [B, S + 1, H].
-          mask: [B, S + 1] bool, states that exist.
-        """
-        return self._fit(
-            state, *jax.device_put((hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1)))
-        )
+          state: with the policy that is read.
+          rows: packed rows.
+          scores: the policy's of these rows, where they are at hand.
 
-    def belief(
-        self, state: CriticState, hidden: np.ndarray, fold: np.ndarray | None = None
-    ) -> StateBelief:
-        """What the critic believes of states.
-
-        Args:
-          state: the critic.
-          hidden: [B, S + 1, H] hidden states of the policy.
-          fold: [B] int32 fold of each trajectory's task: read by the members that never train
-            on it. None: all members.
+        Returns:
+          [R, P, H].
         """
-        if fold is not None:
-            fold = np.broadcast_to(fold[:, None], hidden.shape[:2])
-        return StateBelief(**jax.device_get(self._belief(state, *jax.device_put((hidden, fold)))))
+        scores = scores or self._score(state.params, rows)
+        return scores.state_hidden
 
     def learn(
-        self, state: CriticState, evidence: Evidence, key: jax.Array
+        self,
+        state: CriticState,
+        evidence: Evidence,
+        key: jax.Array,
+        *,
+        packed: PackedRows,
+        index: np.ndarray,
     ) -> tuple[CriticState, dict[str, float]]:
         """Adds a step's evidence to what is remembered, and trains on all of it.
 
@@ -155,6 +210,8 @@ class CriticLearner:
           state: before.
           evidence: of the step.
           key: consumed.
+          packed: rows that hold the states; not read, nor is `index`.
+          index: [n, 2] trajectory and state of each row of evidence.
 
         Returns:
           State and metrics.
@@ -162,6 +219,7 @@ class CriticLearner:
         Raises:
           FloatingPointError: the loss is not finite; the state is left as it was.
         """
+        del packed, index
         new, metrics = self._update(self._observe(state, jax.device_put(evidence)), key)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not np.isfinite(metrics["value_loss"]):
@@ -169,18 +227,3 @@ class CriticLearner:
                 f"critic: loss {metrics['value_loss']} is not finite; lower critic.learning_rate"
             )
         return new, metrics
-
-    def _belief_of(self, state: CriticState, hidden, fold) -> dict[str, Any]:
-        output = head.apply_critic(self.config, state.critic, hidden)
-        belief = head.belief(self.config, output.value_logits, fold=fold)
-        if state.posterior is not None:
-            standardised = head.standardised_features(state.critic, hidden)
-            phi = project_features(state.posterior, standardised)
-            belief = posterior_belief(belief, state.posterior, phi)
-        return {
-            "mean": belief.mean,
-            "error_features": belief.error_features,
-            "variance": belief.variance,
-            "noise_var": belief.noise_variance,
-            "cost": head.expected_cost(self.config, output.log_cost),
-        }

@@ -48,13 +48,13 @@ def make_evidence(
     truncation: str,
     discount: float,
     lambda_: float,
-) -> Evidence:
+) -> tuple[Evidence, np.ndarray]:
     """Lays out all that a step has to teach the critic.
 
     Args:
       trajectories: base rollouts, then branches: the rows of `batch`.
       batch: with the channels `mc_return` and `mc_mask`.
-      hidden: [B, >= S + 1, H] hidden states of the policy at states.
+      hidden: [B, >= S + 1, H] hidden states at states, as the critic reads them.
       value: [B, S + 1] critic values, for the targets of cut trajectories and lambda < 1.
       size: rows are padded to this times a power of two.
       num_folds: see `CriticConfig.num_folds`.
@@ -63,7 +63,7 @@ def make_evidence(
       lambda_: lambda of the critic's TD(lambda) targets; 1 for Monte Carlo returns.
 
     Returns:
-      Evidence of n rows (NumPy).
+      Evidence of n rows (NumPy), and the trajectory and state that each is about, [n, 2].
     """
     rows, segments = batch.segment_mask.shape
     is_branch, censored = np.zeros(rows, bool), np.zeros(rows, bool)
@@ -105,6 +105,7 @@ def make_evidence(
             "bootstrap_id": ids[kept],
             "fold": np.broadcast_to(fold[:, None], kept.shape)[kept],
             "mask": np.ones(int(kept.sum()), bool),
+            "index": np.argwhere(kept),
         }
         for name, column in block.items():
             columns.setdefault(name, []).append(column)
@@ -112,9 +113,9 @@ def make_evidence(
     count = len(joined["mask"])
     while size < count:
         size *= 2
-    return Evidence(
-        **{
-            name: np.pad(column, [(0, size - count)] + [(0, 0)] * (column.ndim - 1))
-            for name, column in joined.items()
-        }
-    )
+    padded = {
+        name: np.pad(column, [(0, size - count)] + [(0, 0)] * (column.ndim - 1))
+        for name, column in joined.items()
+    }
+    index = padded.pop("index")
+    return Evidence(**padded), index

@@ -24,12 +24,13 @@ Rules = Sequence[tuple[str, PartitionSpec]]
 
 # First match wins. Stacked layers have a leading axis, which is never cut.
 RULES: Rules = (
-    (r"critic", PartitionSpec()),
     (r"(^|/)(embed|lm_head)$", PartitionSpec("tensor", "fsdp")),
     (r"(^|/)(q|k|v|gate|up)_proj$", PartitionSpec(None, "fsdp", "tensor")),
     (r"(^|/)(o|down)_proj$", PartitionSpec(None, "tensor", "fsdp")),
     (r"(^|/)(q|k|v)_bias$", PartitionSpec(None, "tensor")),
     (r"norm$", PartitionSpec()),
+    # Last: a transformer of the critic's own lies like the policy's, its heads are small.
+    (r"(^|/)critic(/|$)", PartitionSpec()),
 )
 
 

@@ -59,8 +59,8 @@ def transformer_model(config: transformer.ModelConfig) -> PolicyModel:
     return PolicyModel(hidden, lambda params: transformer.unembedding(config, params))
 
 
-def _gather(hidden: Array, index: Array) -> Array:
-    """[R, L, H] at [R, n] row indices; an index of -1 gives the hidden state at 0."""
+def take_positions(hidden: Array, index: Array) -> Array:
+    """[R, L, H] at [R, n] row indices is [R, n, H]; an index of -1 gives what stands at 0."""
     return jnp.take_along_axis(hidden, jnp.maximum(index, 0)[..., None], axis=1)
 
 
@@ -80,7 +80,7 @@ def row_logprobs(
       `(logp [R, L], entropy [R, L])` of the distribution that the token was drawn from; without
       meaning at padding and at the first token of a sequence.
     """
-    before = _gather(hidden, rows.parent)
+    before = take_positions(hidden, rows.parent)
     return chunked_logprobs(before, model.unembedding(params), rows.tokens, temperature=temperature)
 
 
@@ -118,13 +118,13 @@ def make_score_fn(
     def forward(params, rows):
         hidden = model.hidden(params, rows)
         logp, entropy = row_logprobs(model, params, rows, hidden, temperature)
-        return logp, entropy, _gather(hidden, rows.state_pos)
+        return logp, entropy, take_positions(hidden, rows.state_pos)
 
     forward = jax.jit(forward, out_shardings=replicated)
 
     def score(params: Params, rows: Rows) -> Scores:
         parts = []
-        for index in _blocks(np.arange(rows.num_rows), micro_rows):
+        for index in blocks(np.arange(rows.num_rows), micro_rows):
             micro = sharding.shard_rows(take_rows(rows, index, micro_rows), mesh)
             parts.append((len(index), forward(params, micro)))
         # One read at the end: the device never waits for the host between micro-batches.
@@ -291,7 +291,7 @@ def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings:
     def gradient(params, batch, index):
         denominator = jax.device_put(np.float32(batch.mask[index].sum()), replicated)
         total, parts = zeros(params), []
-        for block in _blocks(index, micro_rows):
+        for block in blocks(index, micro_rows):
             micro = sharding.shard_rows(_take(batch, block, micro_rows), mesh)
             total, value, metrics = accumulate(params, total, micro, denominator)
             parts.append((value, metrics))
@@ -357,7 +357,8 @@ def _minibatches(mask: np.ndarray, config: UpdateConfig, step: int) -> Iterator[
                 yield index
 
 
-def _blocks(index: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def blocks(index: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Consecutive parts of at most `size`."""
     for start in range(0, len(index), size):
         yield index[start : start + size]
 

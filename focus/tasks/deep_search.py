@@ -194,7 +194,7 @@ class DeepSearch:
 
         Args:
           state: any state, never changed.
-          action: the policy's text; the whole of it must be one call.
+          action: the policy's text; its last line must be one call, lines before it are thoughts.
 
         Returns:
           `StepResult` whose `info` has "tool", and where they apply "argument", "documents"
@@ -204,7 +204,7 @@ class DeepSearch:
         if state.outcome is not None:
             info = {"tool": None, "error": "over"}
             return StepResult(state, "", done=True, outcome=state.outcome, info=info)
-        call = _CALL.fullmatch(action)
+        call = _CALL.fullmatch(action.rstrip().rpartition("\n")[2])
         if call is None:
             return self._finish_turn(state, USAGE, {"tool": None, "error": "usage"})
         tool, argument = call.group(1), _QUOTED.sub(r"\2", call.group(2).strip())
@@ -294,6 +294,7 @@ def make_deep_search(
     num_heldout: int = 200,
     snippet_words: int = 5,
     provinces: bool = True,
+    lookalikes: int = 3,
     instructions: bool = False,
 ) -> DeepSearch:
     """Builds a world, draws its questions and returns the environment.
@@ -311,6 +312,7 @@ def make_deep_search(
       snippet_words: see `DeepSearch`.
       provinces: whether the world has provinces. Their names are the rarest, and the hardest to
         copy for a small model.
+      lookalikes: most distractor pages with a similar title for each entity, 1 to 4.
       instructions: see `DeepSearch`.
 
     Raises:
@@ -329,12 +331,14 @@ def make_deep_search(
         raise ValueError(
             f'world must be "real", "shuffled", "fictional" or a path to .json, got {world!r}'
         )
+    if not 1 <= lookalikes <= 4:
+        raise ValueError(f"lookalikes must be 1 to 4, got {lookalikes}")
     if not provinces:
         countries = tuple(dataclasses.replace(country, provinces=()) for country in countries)
     questions = worlds.all_questions(countries, hops)
     train, heldout = worlds.split_questions(questions, num_train, num_heldout, seed)
     return DeepSearch(
-        worlds.build_world(name, countries, seed),
+        worlds.build_world(name, countries, seed, lookalikes=lookalikes),
         train,
         heldout,
         max_turns=max_turns,

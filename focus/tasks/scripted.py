@@ -28,7 +28,7 @@ _SENTENCES = {
     **{f"{relation} ": relation for relation in worlds.START_PHRASES},
     **{f"{kind} ": "located in" for kind in worlds.DISTRACTOR_KINDS},
     "country in ": "region",
-    **{f"{relation} ": relation for relation in COUNTRY_RELATIONS},
+    **{f"{statement} ": relation for relation, statement in worlds.STATEMENTS.items()},
 }
 
 
@@ -60,6 +60,12 @@ class ErrorRates:
         per_turn = self.early_answer + self.wrong_search + self.malformed + self.repeat
         if per_turn > 1:
             raise ValueError(f"the four rates per turn must sum to at most 1, got {per_turn}")
+
+    def scaled(self, factor: float) -> ErrorRates:
+        """All rates times `factor`."""
+        return ErrorRates(
+            **{name: factor * rate for name, rate in dataclasses.asdict(self).items()}
+        )
 
 
 NO_ERRORS = ErrorRates(0, 0, 0, 0, 0, 0)
@@ -96,24 +102,26 @@ class ScriptedAgent:
         self._facts: dict[tuple[str, str], str] = {}
         self._numbers: dict[str, int] = {}
         self._opened: set[str] = set()
-        self._last_action: str | None = None
+        self._last_call: str | None = None
+        self._thoughts: list[str] = []
         self._restarted = False
 
     def act(self, observation: str) -> str:
-        """The next action.
+        """The next action: a line of what was found out, if anything was, and a call.
 
         Args:
           observation: the answer to the previous action; "" on the first turn.
         """
+        self._thoughts = []
         self._read(observation)
         self._advance()
-        self._last_action = self._wrong_action() or self._right_action()
-        return self._last_action
+        self._last_call = self._wrong_call() or self._right_call()
+        return "\n".join([*self._thoughts, self._last_call])
 
     def notes(self) -> str:
-        """What it would write down just before its latest action: belief and intention."""
+        """What it would write down just before its latest call: belief and intention."""
         left = "".join(f", {relation}" for relation in self._relations)
-        return f"{self._entity}{left}; {self._last_action}"
+        return f"{self._entity}{left}; {self._last_call}"
 
     def _read(self, observation: str) -> None:
         entries = [_RESULT.fullmatch(line) for line in observation.splitlines()]
@@ -156,9 +164,11 @@ class ScriptedAgent:
                 rate = self._rates.wrong_relation
             if others and self._rng.random() < rate:
                 target = self._rng.choice(others)
+            statement = worlds.STATEMENTS.get(relation, relation)
+            self._thoughts.append(f"{statement.removeprefix('neighbours ')} {target}")
             self._entity, self._relations = target, tuple(rest)
 
-    def _right_action(self) -> str:
+    def _right_call(self) -> str:
         if not self._relations:
             return f"answer({self._entity})"
         if self._entity in self._opened:
@@ -169,7 +179,7 @@ class ScriptedAgent:
             self._restarted = True
             self._entity, self._relations = self._question
             self._advance()
-            return self._right_action()
+            return self._right_call()
         if self._entity in self._numbers:
             number = self._numbers[self._entity]
             others = [other for other in self._numbers.values() if other != number]
@@ -183,8 +193,8 @@ class ScriptedAgent:
     def _linked(self) -> set[str]:
         return {value for (title, _), value in self._facts.items() if title in self._opened}
 
-    def _wrong_action(self) -> str | None:
-        """An action that is not the right one, or None: most often, or where none is tempting."""
+    def _wrong_call(self) -> str | None:
+        """A call that is not the right one, or None: most often, or where none is tempting."""
         rates = self._rates
         kind = self._rng.choices(
             ("none", "early_answer", "wrong_search", "malformed", "repeat"),
@@ -207,7 +217,7 @@ class ScriptedAgent:
                 (f"search {self._entity}", f"find({self._entity})", f"open({self._entity}")
             )
         if kind == "repeat":
-            return self._last_action
+            return self._last_call
         return None
 
 

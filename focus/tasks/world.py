@@ -16,8 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from focus.tasks.facts import COUNTRY_RELATIONS, Country
 
-# The words of the relations are those of the pages and of the questions alike.
+# Pages and questions use the same words, but for neighbours: of "largest" and "smallest" one
+# stands right before the name, so that a short-sighted reader can tell them apart.
 NEIGHBOUR_RELATIONS = ("largest neighbour", "smallest neighbour")
+STATEMENTS = {relation: relation for relation in COUNTRY_RELATIONS} | {
+    "largest neighbour": "neighbours largest",
+    "smallest neighbour": "smallest",
+}
 START_PHRASES = {
     "capital of": "the country whose capital is {}",
     "province of": "the country with province {}",
@@ -83,13 +88,16 @@ def normalise(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def build_world(name: str, countries: Sequence[Country], seed: int | str) -> World:
+def build_world(
+    name: str, countries: Sequence[Country], seed: int | str, *, lookalikes: int = 3
+) -> World:
     """Writes the pages of a world.
 
     Args:
       name: what to call it.
       countries: the facts.
       seed: decides the distractors and the order of the pages.
+      lookalikes: most distractors an entity has; it has those or one less.
 
     Raises:
       ValueError: no countries, a name that is unusable or names two things, or a neighbour
@@ -100,7 +108,7 @@ def build_world(name: str, countries: Sequence[Country], seed: int | str) -> Wor
     pages = [*_country_pages(countries), *_entity_pages(countries)]
     _check_titles(name, pages)
     rng = random.Random(f"pages/{name}/{seed}")
-    pages += _distractor_pages(pages, countries, rng)
+    pages += _distractor_pages(pages, countries, rng, lookalikes)
     rng.shuffle(pages)
     return World(name=name, countries=tuple(countries), pages=tuple(pages))
 
@@ -138,7 +146,7 @@ def _country_pages(countries: Sequence[Country]) -> Iterator[Page]:
             facts.append(f"language {', '.join(country.languages[:2])}")
         for relation in NEIGHBOUR_RELATIONS:
             if neighbour := country.follow(relation):
-                facts.append(f"{relation} {neighbour}")
+                facts.append(f"{STATEMENTS[relation]} {neighbour}")
         links = dict.fromkeys(
             name for relation in COUNTRY_RELATIONS if (name := country.follow(relation)) is not None
         )
@@ -179,13 +187,13 @@ def users_of_language(countries: Sequence[Country]) -> dict[str, tuple[str, ...]
 
 
 def _distractor_pages(
-    pages: Sequence[Page], countries: Sequence[Country], rng: random.Random
+    pages: Sequence[Page], countries: Sequence[Country], rng: random.Random, most: int
 ) -> list[Page]:
-    """Invented pages whose titles nearly equal an entity's: two or three for each entity."""
+    """Invented pages whose titles nearly equal an entity's: `most` or one less for each."""
     taken = {normalise(page.title) for page in pages}
     distractors = []
     for page in pages:
-        for title in rng.sample(_lookalikes(page.title, rng), k=rng.choice((2, 3))):
+        for title in rng.sample(_lookalikes(page.title, rng), k=rng.choice((most - 1, most))):
             if normalise(title) in taken:
                 continue
             taken.add(normalise(title))
