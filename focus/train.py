@@ -292,14 +292,15 @@ async def _step(
     progress.sums["max_step_tokens"] = max(
         progress.sums.get("max_step_tokens", 0), collected.ledger.spent
     )
-    difference = np.abs(scores.logp - policy_batch.behaviour_logp)[packed.rows.generated_mask]
+    generated = packed.rows.generated_mask  # all False in a step whose engine was dead
+    difference = np.abs(scores.logp - policy_batch.behaviour_logp)[generated]
     metrics = {
         **_rollout_metrics(collected, config.budget),
         **{f"policy/{name}": value for name, value in update_metrics.items()},
         **{f"critic/{name}": value for name, value in critic_metrics.items()},
-        "policy/entropy": float(scores.entropy[packed.rows.generated_mask].mean()),
-        "logp_difference/mean": float(difference.mean()),
-        "logp_difference/max": float(difference.max()),
+        "policy/entropy": float(scores.entropy[generated].mean()) if generated.any() else None,
+        "logp_difference/mean": float(difference.mean()) if generated.any() else None,
+        "logp_difference/max": float(difference.max()) if generated.any() else None,
         "credit/std": float(np.std(np.append(policy_batch.advantages[policy_batch.mask], 0.0))),
         "dose/tokens": dose,
         "dose/steps": update_metrics["optimizer_steps"],

@@ -447,9 +447,13 @@ class Trainer:
         for b, trajectory in enumerate(trajectories):
             if trajectory.parent is not None:
                 weight[b] = c.branch_weight
+        mask = packed.to_rows(np.asarray(credit.mask))
+        if self.critic is not None and jax.device_get(state.step) < self.config.critic.warmup_steps:
+            # A critic that has seen nothing turns noise into advantages.
+            mask = np.zeros_like(mask)
         return PolicyBatch(
             rows=packed.rows,
-            mask=packed.to_rows(np.asarray(credit.mask)),
+            mask=mask,
             advantages=packed.to_rows(np.asarray(credit.advantages) * weight),
             old_logp=scores.logp,
             behaviour_logp=packed.to_rows(batch.behaviour_logp),

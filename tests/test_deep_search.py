@@ -154,16 +154,25 @@ def test_questions_of_a_world_small_enough_to_enumerate(tiny):
     assert all(len(set(q.chain)) == len(q.chain) for q in world.all_questions(tiny, (2, 4)))
 
 
+# The wording of a country's page, written out: what the pages say is not asked of their writer.
+SENTENCES = {
+    "country in": "region",
+    "capital": "capital",
+    "currency": "currency",
+    "language": "language",
+    "neighbours largest": "largest neighbour",
+    "smallest": "smallest neighbour",
+}
+
+
 def facts_on_pages(pages):
     """(subject, relation) -> objects, read from the text of the pages alone."""
     triples = collections.defaultdict(set)
     for page in pages:
         for sentence in page.text.rstrip(".").split(". "):
-            for relation in facts.COUNTRY_RELATIONS:
-                if match := re.fullmatch(rf"{relation} (?!of )(.+)", sentence):
+            for beginning, relation in SENTENCES.items():
+                if match := re.fullmatch(rf"{beginning} (?!of )(.+)", sentence):
                     triples[page.title, relation] |= set(match.group(1).split(", "))
-            if match := re.fullmatch(r"country in (.+)", sentence):
-                triples[page.title, "region"].add(match.group(1))
     for (subject, relation), objects in list(triples.items()):
         for thing in objects if relation in ("capital", "currency", "language") else ():
             triples[thing, f"{relation} of"].add(subject)
@@ -322,7 +331,6 @@ def test_open_takes_result_numbers_and_titles_listed_or_linked_and_nothing_else(
         ("search()", "usage"),
         ("open(' ')", "usage"),
         ("I think: search(Chile)", "usage"),
-        ("search(a)\nsearch(b)", "usage"),
         ("answer(a) answer(b)", "usage"),
         ("open(0)", "result"),
         ("open(1)", "result"),
@@ -438,9 +446,10 @@ def test_a_dead_end_sends_the_agent_back_to_where_it_went_wrong():
     agent.reset("capital of the largest neighbour of Aland?")
     page = "Aland: country in North. neighbours largest Bland. smallest Cland."
     assert agent.act("") == "search(Aland)"
-    assert agent.act(page) == "open(Cland)"
-    assert agent.act("Cland: country in South. currency Cnt.") == "open(Bland)"
-    assert agent.act("Bland: country in South. capital Bbad.") == "answer(Bbad)"
+    assert agent.act(page) == "largest Cland\nopen(Cland)"
+    dead_end = "Cland: country in South. currency Cnt."
+    assert agent.act(dead_end) == "largest Bland\nopen(Bland)"
+    assert agent.act("Bland: country in South. capital Bbad.") == "capital Bbad\nanswer(Bbad)"
 
 
 def test_the_agent_never_looks_at_the_gold_data(fictional):
@@ -497,3 +506,50 @@ def test_episodes_fit_a_small_context(env):
     assert 100 < lengths.mean() < 230
     assert np.mean(lengths > 384) < 0.01
     assert clean_lengths.max() <= 352
+
+
+def test_shuffled_world_keeps_the_names_and_changes_the_facts():
+    real = facts.real_countries(0)
+    shuffled = facts.shuffled_countries(real, 1)
+    assert facts.shuffled_countries(real, 1) == shuffled
+    assert facts.shuffled_countries(real, 2) != shuffled
+    for kind in ("name", "capital", "region"):
+        assert {getattr(c, kind) for c in shuffled} == {getattr(c, kind) for c in real}
+    capital_of = {c.name: c.capital for c in real}
+    kept = np.mean([capital_of[c.name] == c.capital for c in shuffled if c.capital])
+    assert kept < 0.05
+    world.build_world("shuffled", shuffled, 0)  # titles stay unique, neighbours exist
+
+
+def test_world_without_provinces_has_no_page_and_no_question_about_one():
+    env = make_deep_search(provinces=False, num_train=300, num_heldout=50)
+    assert not any("province" in page.text for page in env.world.pages)
+    assert not any("province" in task.prompt for task in env.tasks("train"))
+
+
+def test_lookalikes_bounds_the_distractors_of_an_entity():
+    few = make_deep_search(world="fictional", num_train=20, num_heldout=0, lookalikes=1)
+    many = make_deep_search(world="fictional", num_train=20, num_heldout=0, lookalikes=4)
+    count = [sum(page.distractor for page in env.world.pages) for env in (few, many)]
+    assert 0 < count[0] < count[1] / 2
+    with pytest.raises(ValueError, match="lookalikes must be 1 to 4, got 0"):
+        make_deep_search(world="fictional", num_train=20, num_heldout=0, lookalikes=0)
+
+
+def test_thoughts_stand_before_the_call_and_are_not_scored():
+    env = make_deep_search(world="fictional", num_train=20, num_heldout=0)
+    task = env.tasks("train")[0]
+    gold = task.data["answer"]
+    thought = env.step(env.reset(task), f"language {gold}\nanswer({gold})")
+    assert thought.done and thought.outcome == 1.0
+    only_thought = env.step(env.reset(task), f"answer({gold})\nthat was it")
+    assert not only_thought.done and only_thought.info["error"] == "usage"
+    wrong = env.step(env.reset(task), f"answer({gold})\nanswer(nonsense)")
+    assert wrong.outcome == 0.0
+
+
+def test_scaled_error_rates_err_less_often():
+    rates = scripted.ErrorRates().scaled(0.5)
+    assert rates.near_duplicate == 0.5 * scripted.ErrorRates().near_duplicate
+    with pytest.raises(ValueError, match="must be in"):
+        scripted.ErrorRates().scaled(5.0)

@@ -181,7 +181,7 @@ async def _play_base(
     """
     share = math.floor(config.base_fraction * config.budget)
     group_cost = config.group_size * episode_cost.tokens * config.cost_margin
-    used: list[int] = []
+    used: list[float] = []
     running: list[int] = []
 
     def projected() -> float:
@@ -201,7 +201,9 @@ async def _play_base(
     def finished(trajectory: Trajectory) -> None:
         if on_finished is not None:
             on_finished(trajectory)
-        used[trajectory.group_id] += trajectory.num_tokens
+        # A dead engine fails for free: without a price it would be given every task there is.
+        cost = episode_cost.tokens if trajectory.end == "failed" else 0
+        used[trajectory.group_id] += max(trajectory.num_tokens, cost)
         running[trajectory.group_id] -= 1
         launch()
 

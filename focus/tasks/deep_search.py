@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import bm25s
 import numpy as np
 
 from focus.tasks import facts
@@ -30,7 +29,8 @@ MIN_RELATIVE_SCORE = 0.5
 USAGE = "error: use search(), open() or answer()"
 INSTRUCTIONS = (
     "Answer the question. Call one tool a turn: search(query) lists pages, open(doc) shows a "
-    "result by its number or a page by its title, answer(text) ends with the short answer."
+    "result by its number or a page by its title, answer(text) ends with the short answer. "
+    "The call is the last line of a turn; lines before it may be thoughts."
 )
 _CALL = re.compile(r"\s*(search|open|answer)\s*\(([^()\n]*)\)\s*")
 _QUOTED = re.compile(r"^([\"'])(.*)\1$")
@@ -53,6 +53,10 @@ class SearchIndex:
     def __init__(self, pages: Sequence[worlds.Page]):
         if not pages:
             raise ValueError("the corpus is empty: give at least one page to index")
+        # Not at the top of the module: where JAX is installed, importing bm25s starts a device
+        # backend, after which nobody can configure devices any more.
+        import bm25s
+
         self._bm25 = bm25s.BM25(k1=1.2, b=0.5, backend="numpy")
         documents = [_terms(page.title) + _words(page.text) for page in pages]
         self._bm25.index(documents, show_progress=False)

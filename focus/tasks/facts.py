@@ -1,4 +1,4 @@
-"""Facts about countries: real ones, invented ones, and ones read from a file.
+"""Facts about countries: real, shuffled, invented, and read from a file.
 
 The real ones come from the PyPI package `countryinfo` (MIT licence). Invented worlds have the
 same shape and any number of them exists, so that what is learnt cannot be a memory of names.

@@ -107,7 +107,7 @@ class ScriptedAgent:
         self._restarted = False
 
     def act(self, observation: str) -> str:
-        """The next action: a line of what was found out, if anything was, and a call.
+        """The next action: a line for every relation followed, right or wrong, and a call.
 
         Args:
           observation: the answer to the previous action; "" on the first turn.

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from focus.tasks.facts import COUNTRY_RELATIONS, Country
 
-# Pages and questions use the same words, but for neighbours: of "largest" and "smallest" one
-# stands right before the name, so that a short-sighted reader can tell them apart.
+# Pages and questions use the same words, but for the region ("country in") and for neighbours,
+# where "largest" or "smallest" stands right before the name: a short-sighted reader can tell.
 NEIGHBOUR_RELATIONS = ("largest neighbour", "smallest neighbour")
 STATEMENTS = {relation: relation for relation in COUNTRY_RELATIONS} | {
     "largest neighbour": "neighbours largest",
