@@ -7,13 +7,11 @@ segment advantages, the policy update, weights to the engine.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import platform
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import Collected, EpisodeCost, collect
+from focus.rollout import Collected, EpisodeCost, Stopwatch, collect
 from focus.trainer import Trainer
 
 
@@ -77,22 +75,6 @@ class Progress:
             self.sums[name] = self.sums.get(name, 0.0) + value
 
 
-class Stopwatch:
-    """Wall seconds by phase."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Adds the time spent inside to `phase`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
 def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Trains, or goes on where an earlier process with this config and workdir was stopped.
 
@@ -117,9 +99,9 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     # Only now: a config that cannot work must not claim the workdir.
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
     clock = Stopwatch()
-    with clock("warm_start"):
+    with clock.phase("warm_start"):
         start = warm_start.load_or_make(config, env)
-    with clock("compile"):
+    with clock.phase("compile"):
         trainer = Trainer(config, env, start)
     checkpointer = Checkpointer(
         workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
@@ -128,11 +110,11 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     state, progress, first = _resume(config, trainer, checkpointer, journal)
 
     async with trainer.engine:
-        with clock("push"):
+        with clock.phase("push"):
             await trainer.engine.set_params(state.params, f"v{first}")
 
         async def evaluation() -> Evaluation:
-            with clock("evaluate"):
+            with clock.phase("evaluate"):
                 result = await evaluate(
                     trainer.eval_agent,
                     trainer.heldout_tasks,
@@ -144,7 +126,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
                 trainer.engine.flush_cache()
                 return result
 
-        with clock("compile"):
+        with clock.phase("compile"):
             trainer.engine.warmup(filtered=trainer.filtered)
         latest: Evaluation | None = None
         if progress.success_before is None:
@@ -177,7 +159,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
                 writer.write(step, metrics)
                 bar.update(step, metrics)
                 if last or (step + 1) % config.checkpoint.every == 0:
-                    with clock("checkpoint"):
+                    with clock.phase("checkpoint"):
                         checkpointer.save(
                             step + 1,
                             state,
@@ -222,7 +204,7 @@ async def _step(
     trajectories = collected.tree.trajectories
 
     # One forward pass over everything, branches included, each shared prefix once.
-    with clock("score"):
+    with clock.phase("score"):
         packed = trainer.pack(trajectories)
         scores = trainer.score(state.params, packed.rows)
         hidden = trainer.state_features(state, packed, scores)
@@ -230,7 +212,7 @@ async def _step(
 
     # 4. The critic as it stood before this step's outcomes, refined by branches.
     # 5. The critic learns from old and new evidence.
-    with clock("critic"):
+    with clock.phase("critic"):
         values = trainer.refine(collected, belief)
         if config.critic.enabled:
             new_critic, critic_metrics = trainer.learn_critic(
@@ -245,20 +227,20 @@ async def _step(
             critic_metrics = {}
 
     # 6. Segment advantages, spread over tokens.
-    with clock("credit"):
+    with clock.phase("credit"):
         batch = trainer.credit_batch(trajectories, values)
         credits = trainer.estimate(batch)
 
     # 7. Clipped policy update.
-    with clock("update"):
+    with clock.phase("update"):
         policy_batch = trainer.policy_batch(state, trajectories, packed, scores, batch, credits)
         state, update_metrics = trainer.update(state, policy_batch)
 
     # 8. New weights to the engine, under a new version.
-    with clock("push"):
+    with clock.phase("push"):
         await trainer.engine.set_params(state.params, f"v{step + 1}")
 
-    with clock("record"):
+    with clock.phase("record"):
         stats = [{"step": step, **stat.to_dict()} for stat in collected.branch_stats]
         write_branches(workdir, step, stats)
         if config.log.tree_tasks:

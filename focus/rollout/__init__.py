@@ -5,6 +5,7 @@ from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs, uninfo
 from focus.rollout.controller import (
     BranchedState,
     Collected,
+    Stopwatch,
     collect,
     ledger_of,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "StateBeliefs",
     "StateScores",
     "StepConfig",
+    "Stopwatch",
     "TokenAccount",
     "UnlimitedAccount",
     "collect",

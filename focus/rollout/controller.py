@@ -140,7 +140,7 @@ async def collect(
             f"environment {agent.env.name!r} cannot continue a state twice; use rule 'none' and "
             "base_fraction 1"
         )
-    clock = _Stopwatch()
+    clock = Stopwatch()
     account = TokenAccount(config.budget)
     with clock.phase("rollout"):
         base = await _play_base(config, agent, tasks, account, step, episode_cost, on_finished)
@@ -229,7 +229,7 @@ async def _branch(
     base: Sequence[Trajectory],
     scores: StateScores,
     step: int,
-    clock: _Stopwatch,
+    clock: Stopwatch,
     on_finished: Callable[[Trajectory], None] | None,
 ) -> _Branched:
     """Plans, branches and updates the belief, round after round."""
@@ -384,7 +384,7 @@ def _branch_stats(
     return tuple(stats)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Wall seconds by phase; measured, never decided by."""
 
     def __init__(self):
@@ -392,6 +392,7 @@ class _Stopwatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `name`."""
         start = time.perf_counter()
         try:
             yield

@@ -277,8 +277,8 @@ def split_questions(
 ) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
     """Draws disjoint train and heldout questions, balanced over hop counts.
 
-    One fifth of the start entities is heldout. A train question goes if its chain contains a
-    heldout chain or is contained in one, so no heldout chain was ever walked in training.
+    A train question goes if its chain contains a heldout chain or is contained in one, so no
+    heldout chain was ever walked in training, not even as a part of a longer walk.
 
     Returns:
       `(train, heldout)` of the sizes asked for, in a fixed random order.
@@ -287,17 +287,13 @@ def split_questions(
       ValueError: there are fewer such questions than asked for.
     """
     rng = random.Random(f"split/{seed}")
-    starts = sorted({question.chain[0] for question in questions})
-    rng.shuffle(starts)
-    heldout_starts = set(starts[: len(starts) // 5])
-    heldout = _balanced([q for q in questions if q.chain[0] in heldout_starts], num_heldout, rng)
+    heldout = _balanced(questions, num_heldout, rng)
     heldout_chains = {question.chain for question in heldout}
     heldout_parts = {part for chain in heldout_chains for part in subchains(chain)}
     candidates = [
         question
         for question in questions
-        if question.chain[0] not in heldout_starts
-        and question.chain not in heldout_parts
+        if question.chain not in heldout_parts
         and heldout_chains.isdisjoint(subchains(question.chain))
     ]
     train = _balanced(candidates, num_train, rng)
