@@ -23,7 +23,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c = ml_collections.ConfigDict()
     c.method = method
     c.seed = 0
-    c.steps = 50
+    c.steps = 45
     c.budget = 3000  # tokens that the policy may generate in a step, however they are spent
     c.cache_dir = ""  # where warm starts are kept; "" is $FOCUS_CACHE or ~/.cache/focus
 
@@ -55,12 +55,12 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
 
     c.warm_start = ml_collections.ConfigDict()
     c.warm_start.seed = 0  # runs of different seeds start from the same policy; None: the run's
-    c.warm_start.episodes = 14000
+    c.warm_start.episodes = 12000
     c.warm_start.error_scale = 0.4  # of the scripted agent; imitation adds errors of its own
-    c.warm_start.worlds = 30  # invented worlds beside the real one: reading, not remembering
+    c.warm_start.worlds = 24  # invented worlds beside the real one: reading, not remembering
     c.warm_start.world = "shuffled"
     c.warm_start.real_fraction = 0.2
-    c.warm_start.steps = 2000
+    c.warm_start.steps = 1700
     c.warm_start.batch_rows = 4
     c.warm_start.row_length = 384
     c.warm_start.learning_rate = 6e-3
@@ -127,9 +127,9 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.credit.branch_weight = 1.0
 
     c.learner = ml_collections.ConfigDict()
-    c.learner.learning_rate = 5e-4
-    c.learner.schedule = "constant"
-    c.learner.schedule_steps = 0
+    c.learner.learning_rate = 7e-4
+    c.learner.schedule = "cosine"  # down to a tenth over `schedule_steps` training steps
+    c.learner.schedule_steps = 45
     c.learner.warmup_steps = 6
     c.learner.weight_decay = 0.0
     c.learner.max_grad_norm = 1.0
@@ -153,7 +153,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.mesh.tensor = 1
 
     c.evaluate = ml_collections.ConfigDict()
-    c.evaluate.every = 10
+    c.evaluate.every = 15
     c.evaluate.num_tasks = 200
     c.evaluate.temperature = 1.0
 

@@ -33,7 +33,7 @@ from focus.tasks.deep_search import make_deep_search
 TASKS = {"deep_search": make_deep_search}
 
 # What a resumed run may change: how long it goes on, and what is written down.
-MAY_DIFFER = ("steps", "cache_dir", "evaluate.every", "checkpoint", "log", "profile_dir")
+MAY_DIFFER = ("steps", "cache_dir", "evaluate.every", "checkpoint", "log")
 
 VALUES_FROM = ("before", "crossfit", "after")
 UNCERTAINTIES = ("ensemble", "posterior")
@@ -161,11 +161,13 @@ def critic_config(c: ml_collections.ConfigDict) -> CriticConfig:
 
 
 def optimizer_config(c: ml_collections.ConfigDict) -> OptimizerConfig:
-    """The policy's optimiser."""
+    """The policy's optimiser; its schedule counts optimiser steps, the config's training steps."""
+    idle_steps = c.critic.warmup_steps if c.critic.enabled else 0
+    training_steps = c.learner.schedule_steps - idle_steps
     return OptimizerConfig(
         learning_rate=c.learner.learning_rate,
         schedule=c.learner.schedule,
-        total_steps=c.learner.schedule_steps,
+        total_steps=training_steps * c.learner.minibatches * c.learner.epochs,
         warmup_steps=c.learner.warmup_steps,
         weight_decay=c.learner.weight_decay,
         max_grad_norm=c.learner.max_grad_norm,

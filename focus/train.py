@@ -140,6 +140,11 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
             wandb={"project": config.log.wandb} if config.log.wandb else None,
         )
         progress.ledger += Ledger(seconds=clock.seconds)
+        # Steps of this process in which programs may still compile: shapes that only come with
+        # branches, and the policy update once the critic has warmed up.
+        warmup_steps = 2
+        if config.critic.enabled:
+            warmup_steps = max(warmup_steps, config.critic.warmup_steps + 1 - first)
         with writer, ProgressBar(config.steps, start_step=first) as bar:
             for step in range(first, config.steps):
                 clock = Stopwatch()
@@ -152,7 +157,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
                     latest = await evaluation()
                     metrics |= latest.to_dict()
                     progress.add(technical_failures=latest.technical_failures)
-                if step >= first + _WARMUP_STEPS:
+                if step >= first + warmup_steps:
                     progress.add(recompilations=trainer.compilations - compiled)
                 metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()}
                 progress.ledger += Ledger(seconds=clock.seconds)
@@ -172,10 +177,6 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     checkpointer.close()
     journal.close()
     return _finish(config, workdir, progress, latest, trainer)
-
-
-# Steps of a process in which programs may still compile: shapes that only come with branches.
-_WARMUP_STEPS = 2
 
 
 async def _step(

@@ -10,4 +10,5 @@ if [[ $# -gt 0 && "$1" != --* ]]; then
   shift
 fi
 workdir="${WORKDIR:-runs/quickstart-$method}"
-exec .venv/bin/python scripts/train.py --config "configs/quickstart.py:$method" --workdir "$workdir" "$@"
+exec .venv/bin/python scripts/train.py --cpu_devices=2 \
+  --config "configs/quickstart.py:$method" --workdir "$workdir" "$@"
