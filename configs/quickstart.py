@@ -23,7 +23,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c = ml_collections.ConfigDict()
     c.method = method
     c.seed = 0
-    c.steps = 45
+    c.steps = 50
     c.budget = 3000  # tokens that the policy may generate in a step, however they are spent
     c.cache_dir = ""  # where warm starts are kept; "" is $FOCUS_CACHE or ~/.cache/focus
 
@@ -127,9 +127,9 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.credit.branch_weight = 1.0
 
     c.learner = ml_collections.ConfigDict()
-    c.learner.learning_rate = 7e-4
-    c.learner.schedule = "cosine"  # down to a tenth over `schedule_steps` training steps
-    c.learner.schedule_steps = 45
+    c.learner.learning_rate = 5e-4
+    c.learner.schedule = "constant"  # or cosine: down to a tenth over `schedule_steps` steps
+    c.learner.schedule_steps = 50
     c.learner.warmup_steps = 6
     c.learner.weight_decay = 0.0
     c.learner.max_grad_norm = 1.0

@@ -77,7 +77,6 @@ class WarmStart:
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Hash of everything that determines a warm start."""
     parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start", "context")}
-    parts["task"].pop("max_turns")
     parts["seed"] = config.seed if config.warm_start.seed is None else config.warm_start.seed
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
