@@ -123,6 +123,17 @@ def test_every_method_moves_the_policy(run, prepare, parameters):
     assert run.summary["dose"]["tokens"] > 0
 
 
+def test_while_the_critic_warms_up_the_policy_stands_still(prepare, parameters, tmp_path):
+    config = tiny.get_config("ppo")
+    config.steps, config.critic.warmup_steps = 2, 1
+    summary = train(config, tmp_path)
+    first, second = read_metrics(tmp_path)
+    assert first["dose/tokens"] == 0 and first["policy/optimizer_steps"] == 0
+    assert first["critic/num_updates"] > 0
+    assert second["dose/tokens"] > 0 and second["policy/optimizer_steps"] > 0
+    assert summary["recompilations_after_warmup"] == 0
+
+
 def test_nothing_compiles_after_the_first_steps(finished):
     summary = finished("focus", steps=STEPS).summary
     assert summary["recompilations_after_warmup"] == 0
@@ -424,7 +435,7 @@ from focus.metrics import read_metrics
 from focus.train import train
 config = tiny.get_config("focus")
 config.steps, config.learner.micro_rows, config.mesh.data = 1, 8, int(sys.argv[1])
-config.warm_start.seed = 0
+config.learner.minibatches = 1
 train(config, sys.argv[2])
 """
 
@@ -433,8 +444,10 @@ train(config, sys.argv[2])
 def test_eight_devices_learn_what_one_learns(prepare, tmp_path):
     """Sums over eight shards are added in another order: float32 rounding, far below 1e-4.
 
-    Only numbers of the first step are compared: later rollouts are sampled with weights that
-    differ by that rounding, and a single token that comes out otherwise changes all that follows.
+    Only numbers of the first optimiser step are compared: Adam's first step has the sign of each
+    gradient, so where a gradient is zero but for rounding, weights part by twice the learning
+    rate. Later rollouts are sampled with those weights, and a single token that comes out
+    otherwise changes all that follows.
     """
     prepare(tiny.get_config("focus"))
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
