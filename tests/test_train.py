@@ -433,7 +433,7 @@ jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 import tiny
 from focus.metrics import read_metrics
 from focus.train import train
-config = tiny.get_config("focus")
+config = tiny.get_config("ppo")
 config.steps, config.learner.micro_rows, config.mesh.data = 1, 8, int(sys.argv[1])
 config.learner.minibatches = 1
 train(config, sys.argv[2])
@@ -444,12 +444,15 @@ train(config, sys.argv[2])
 def test_eight_devices_learn_what_one_learns(prepare, tmp_path):
     """Sums over eight shards are added in another order: float32 rounding, far below 1e-4.
 
+    Of a method that does not branch: which of two states with nearly equal gains is branched may
+    hang on that rounding.
+
     Only numbers of the first optimiser step are compared: Adam's first step has the sign of each
     gradient, so where a gradient is zero but for rounding, weights part by twice the learning
     rate. Later rollouts are sampled with those weights, and a single token that comes out
     otherwise changes all that follows.
     """
-    prepare(tiny.get_config("focus"))
+    prepare(tiny.get_config("ppo"))
     env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
     env.pop("XLA_FLAGS", None)
     env["JAX_PLATFORMS"] = "cpu"
@@ -463,5 +466,5 @@ def test_eight_devices_learn_what_one_learns(prepare, tmp_path):
     one, eight = records
     for name in ("policy/loss", "policy/grad_norm", "policy/entropy", "critic/value_loss_before"):
         assert eight[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-    for name in ("tokens/base", "tokens/branch", "dose/tokens", "train/success"):
+    for name in ("tokens/base", "dose/tokens", "train/success"):
         assert eight[name] == one[name], name
