@@ -13,6 +13,7 @@ the one that is meant, several relations on every page, and knowing when the cha
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import re
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ class SearchIndex:
         # backend, after which nobody can configure devices any more.
         import bm25s
 
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to DEBUG
         self._bm25 = bm25s.BM25(k1=1.2, b=0.5, backend="numpy")
         documents = [_terms(page.title) + _words(page.text) for page in pages]
         self._bm25.index(documents, show_progress=False)
