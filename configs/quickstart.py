@@ -26,7 +26,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c = ml_collections.ConfigDict()
     c.method = method
     c.seed = 0
-    c.steps = 45
+    c.steps = 55
     c.budget = 3000  # tokens that the policy may generate in a step, however they are spent
     c.cache_dir = ""  # where warm starts are kept; "" is $FOCUS_CACHE or ~/.cache/focus
 
@@ -83,7 +83,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.max_turn_tokens = 32
     c.rollout.max_summary_tokens = 32
     c.rollout.episode_tokens = 60  # expected of one episode before the first is played
-    c.rollout.group_size = 4  # base rollouts of one task
+    c.rollout.group_size = 1  # base rollouts of one task; the critic is the baseline
     c.rollout.attempts = 3  # tries of a request before its rollout counts as failed
     c.rollout.timeout_s = 120.0
 
@@ -131,8 +131,8 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
 
     c.learner = ml_collections.ConfigDict()
     c.learner.learning_rate = 5e-4
-    c.learner.schedule = "constant"  # or cosine: down to a tenth over `schedule_steps` steps
-    c.learner.schedule_steps = 45
+    c.learner.schedule = "wsd"  # constant, cosine, or wsd: the last third of the steps goes down
+    c.learner.schedule_steps = 55
     c.learner.warmup_steps = 6
     c.learner.weight_decay = 0.0
     c.learner.max_grad_norm = 1.0
@@ -143,7 +143,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.learner.entropy_coefficient = 0.0
     c.learner.minibatches = 3
     c.learner.epochs = 1
-    c.learner.micro_rows = 8
+    c.learner.micro_rows = 4
     c.learner.row_length = 512
     c.learner.max_nodes = 32
     c.learner.max_states = 64
@@ -181,7 +181,6 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
         c.critic.enabled = False
         c.credit.estimator = "vineppo"
         c.credit.train_on_branches = False
-        c.rollout.group_size = 1
     elif method in ("grpo", "ppo"):
         c.branching.rule = "none"
         c.branching.base_fraction = 1.0

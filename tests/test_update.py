@@ -262,6 +262,9 @@ def test_optimizer_warms_up_clips_and_decays_matrices_only():
     np.testing.assert_allclose([schedule(i) for i in (0, 1, 2, 10)], [0, 0.5, 1, 0.1], atol=1e-6)
     schedule = state.make_schedule(state.OptimizerConfig(learning_rate=1.0, warmup_steps=4))
     np.testing.assert_allclose([schedule(i) for i in (1, 4, 99)], [0.25, 1, 1])
+    schedule = state.make_schedule(dataclasses.replace(config, schedule="wsd", total_steps=11))
+    want = [0.5, 1, 1, 0.55, 0.1, 0.1]  # the last third begins at step 7
+    np.testing.assert_allclose([schedule(i) for i in (1, 2, 7, 9, 11, 99)], want, atol=1e-6)
     params = jax.eval_shape(INIT, jax.random.key(0))
     decayed = {
         sharding.path_name(p)

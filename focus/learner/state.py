@@ -13,6 +13,10 @@ import optax
 from focus.types import Array
 
 
+SCHEDULES = ("constant", "cosine", "wsd")
+DECAY_FRACTION = 1 / 3  # of the steps, at the end of "wsd"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -37,10 +41,11 @@ class OptimizerConfig:
 
     Attributes:
       learning_rate: peak.
-      schedule: "constant", or "cosine" down to `final_fraction` of the peak.
+      schedule: "constant"; "cosine" down to `final_fraction` of the peak; or "wsd" (warm-up,
+        stable, decay; Hu et al. 2024): constant, then linearly down over the last third.
       warmup_steps: optimiser steps of linear warm-up from 0.
-      total_steps: optimiser steps over which "cosine" falls, warm-up included.
-      final_fraction: share of the peak that "cosine" ends with.
+      total_steps: optimiser steps that "cosine" and "wsd" are laid out for, warm-up included.
+      final_fraction: share of the peak that they end with.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
@@ -49,7 +54,7 @@ class OptimizerConfig:
     """
 
     learning_rate: float = 1e-4
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
     final_fraction: float = 0.1
@@ -60,12 +65,14 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        if self.schedule not in ("constant", "cosine"):
-            raise ValueError(f"schedule must be 'constant' or 'cosine', got {self.schedule!r}")
-        if self.schedule == "cosine" and self.total_steps <= self.warmup_steps:
+        if self.schedule not in SCHEDULES:
             raise ValueError(
-                f"a cosine schedule needs total_steps > warmup_steps, got {self.total_steps} and "
-                f"{self.warmup_steps}"
+                f"schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
+            )
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"a {self.schedule} schedule needs total_steps > warmup_steps, got "
+                f"{self.total_steps} and {self.warmup_steps}"
             )
         if self.max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be > 0, got {self.max_grad_norm}")
@@ -81,9 +88,19 @@ def make_schedule(config: OptimizerConfig) -> Callable[[Array], Array]:
             config.total_steps,
             config.learning_rate * config.final_fraction,
         )
+    rise = optax.constant_schedule(config.learning_rate)
     if config.warmup_steps:
-        return optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.constant_schedule(config.learning_rate)
+        rise = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    if config.schedule == "constant":
+        return rise
+    # A decay that would begin during the warm-up begins at its end.
+    decay_start = max(round(config.total_steps * (1 - DECAY_FRACTION)), config.warmup_steps)
+    fall = optax.linear_schedule(
+        config.learning_rate,
+        config.learning_rate * config.final_fraction,
+        config.total_steps - decay_start,
+    )
+    return optax.join_schedules([rise, fall], [decay_start])
 
 
 def decays(params: Any) -> Any:
