@@ -18,7 +18,8 @@ CORE = [
     "bm25s>=0.2.6,<0.4",
     "countryinfo>=1.0.1,<2",
     # What a person looks at: progress and tables, the HTML report; plots in notebooks.
-    "safetensors>=0.5,<0.8",  # how weights are kept outside of checkpoints
+    "safetensors>=0.5,<0.9",  # how weights are kept outside of checkpoints
+    "ml-dtypes>=0.5,<1",  # bfloat16 for NumPy; JAX needs it too
     "rich>=13.9,<16",
     "matplotlib>=3.9,<4",
     "jinja2>=3.1,<4",
@@ -29,6 +30,8 @@ EXTRAS = {
     "tensorboard": ["tensorboardX>=2.6,<3"],  # writes event files without TensorFlow
     "wandb": ["wandb>=0.19"],
     "notebooks": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],
+    # Compiles for TPU slices on any host; scripts/compile_tpu.py. On TPU hosts jax[tpu] brings it.
+    "tpu": ["libtpu>=0.0.41"],
     "dev": [
         "pytest>=8.3,<10",
         "pytest-asyncio>=0.25,<2",
@@ -39,6 +42,11 @@ EXTRAS = {
         "nbclient>=0.10",
         "nbformat>=5.10",
         "ipykernel>=6.29",
+        # Parity of every model family, and the other side of scripts/benchmark.py.
+        "torch>=2.6; python_version < '3.12'",
+        "transformers>=5.20; python_version < '3.12'",
+        # Compiles for a TPU topology in the slow tests.
+        "libtpu>=0.0.41",
     ],
 }
 

@@ -154,6 +154,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.mesh.data = -1
     c.mesh.fsdp = 1
     c.mesh.tensor = 1
+    c.mesh.sequence = 1  # tokens of a row cut up: for rows that one device cannot hold
 
     c.evaluate = ml_collections.ConfigDict()
     c.evaluate.every = 15

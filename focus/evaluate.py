@@ -14,6 +14,7 @@ import ml_collections
 import numpy as np
 
 from focus import experiment, warm_start
+from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer
 from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
 from focus.tasks.base import Task
@@ -51,7 +52,7 @@ class Evaluation:
 async def evaluate(
     agent: Agent, tasks: Sequence[Task], *, name: str, concurrency: int
 ) -> Evaluation:
-    """Plays every task once, outside of any budget.
+    """Plays every task once, outside of any budget; several processes share them.
 
     Args:
       agent: plays, with the weights that its engine holds.
@@ -67,10 +68,10 @@ async def evaluate(
       RuntimeError: not a single rollout has an outcome.
     """
     pool = Pool(concurrency)
-    for i, task in enumerate(tasks):
+    for i, task in hosts.deal(list(enumerate(tasks))):
         rollout = Rollout(f"{name}/{i}.0", task.id, i)
         pool.submit(functools.partial(play, agent, agent.start(task), rollout, UnlimitedAccount()))
-    trajectories = tuple(await pool.join())
+    trajectories = tuple(hosts.undeal(await pool.join()))
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     if not outcomes:
         errors = {t.error for t in trajectories}

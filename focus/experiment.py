@@ -12,11 +12,14 @@ import ml_collections
 from focus.context import CONTEXT_MANAGERS, ContextManager
 from focus.credit.registry import ESTIMATORS
 from focus.critic.head import CriticConfig
+from focus.learner import hosts
+from focus.learner.backbone import BackboneOptions
+from focus.learner.critic import CriticOptions
 from focus.learner.losses import PolicyLossConfig
 from focus.learner.state import OptimizerConfig
 from focus.learner.update import UpdateConfig
+from focus.policy import model as models
 from focus.policy.tokens import Chat
-from focus.policy.transformer import ModelConfig
 from focus.rollout import (
     Agent,
     Engine,
@@ -76,6 +79,13 @@ def validate(config: ml_collections.ConfigDict) -> None:
     if (needs_value or plans_with_value) and not c.critic.enabled:
         what = f"estimator {c.credit.estimator!r}" if needs_value else c.branching.rule
         raise ValueError(f"{what} reads the critic's values; set critic.enabled=True")
+    share = c.budget // hosts.count()
+    if hosts.count() > 1 and share < c.rollout.episode_tokens:
+        raise ValueError(
+            f"budget={c.budget} shared by {hosts.count()} processes leaves {share} tokens each, "
+            f"less than one predicted episode of {c.rollout.episode_tokens}; raise the budget or "
+            "use fewer processes"
+        )
     validate_step(
         step_config(c),
         estimator=c.credit.estimator,
@@ -105,11 +115,11 @@ def make_env(c: ml_collections.ConfigDict) -> Environment:
     return TASKS[options.pop("name")](**options)
 
 
-def model_config(c: ml_collections.ConfigDict) -> ModelConfig:
-    """Shape of the policy."""
+def model_config(c: ml_collections.ConfigDict) -> models.Config:
+    """Shape of the policy; `model.family` is "dense" where it is not given."""
     options = c.model.to_dict()
     options.pop("chat_format")
-    return ModelConfig(**options)
+    return models.make_config(options.pop("family", "dense"), **options)
 
 
 def make_contexts(c: ml_collections.ConfigDict, chat: Chat) -> ContextManager:
@@ -157,6 +167,29 @@ def critic_config(c: ml_collections.ConfigDict) -> CriticConfig:
         cost_scale=float(c.rollout.episode_tokens),
         num_folds=2 if c.critic.values_from == "crossfit" else 1,
         bootstrap_seed=c.seed,
+    )
+
+
+def critic_options(c: ml_collections.ConfigDict) -> CriticOptions:
+    """How a critic that reads the policy's hidden states learns."""
+    return CriticOptions(
+        learning_rate=c.critic.learning_rate,
+        epochs=c.critic.epochs,
+        capacity=c.critic.capacity,
+        replay_steps=c.critic.replay_steps,
+        uncertainty=c.critic.uncertainty,
+    )
+
+
+def backbone_options(c: ml_collections.ConfigDict) -> BackboneOptions:
+    """How a critic with a backbone of its own learns."""
+    return BackboneOptions(
+        learning_rate=c.critic.learning_rate,
+        backbone_learning_rate=c.critic.backbone_learning_rate,
+        epochs=c.critic.epochs,
+        minibatches=c.learner.minibatches,
+        micro_rows=c.learner.micro_rows,
+        uncertainty=c.critic.uncertainty,
     )
 
 

@@ -144,19 +144,25 @@ class Interrupted:
 class Journal:
     """One line in `rollouts.jsonl` for every rollout the run has finished.
 
+    Each process of a run keeps its own, the others in `rollouts.1.jsonl` and so on.
+
     Training state lives in checkpoints. The journal keeps what a checkpoint cannot: the
     rollouts between the last checkpoint and a crash, whose tokens were paid for all the same.
     """
 
-    def __init__(self, workdir: str | Path):
+    def __init__(self, workdir: str | Path, process: int = 0):
         """Opens the journal of a run; every opening is a new attempt.
+
+        Args:
+          workdir: of the run.
+          process: which of its processes this is.
 
         Attributes:
           attempt: 0 for the first process that ran in `workdir`, then counts up. Store it with
-            every checkpoint, see `interrupted`.
+            every checkpoint, see `interrupted`. Several processes agree on the largest.
           torn: 1 if the previous attempt died while writing a line, else 0.
         """
-        path = Path(workdir) / "rollouts.jsonl"
+        path = Path(workdir) / (f"rollouts.{process}.jsonl" if process else "rollouts.jsonl")
         self._earlier, _ = read_json_lines(path)
         self._lines = JsonLines(path)
         self.torn = self._lines.torn

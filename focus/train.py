@@ -7,11 +7,14 @@ segment advantages, the policy update, weights to the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
+import operator
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,12 @@ from focus.branching.budget import Ledger
 from focus.critic.calibration import calibration
 from focus.evaluate import Evaluation, evaluate
 from focus.journal import Journal, write_atomically
+from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import Collected, EpisodeCost, Stopwatch, collect
+from focus.rollout import EpisodeCost, Stopwatch, Tally, collect
 from focus.trainer import Trainer
 
 
@@ -78,10 +82,13 @@ class Progress:
 def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Trains, or goes on where an earlier process with this config and workdir was stopped.
 
+    Several processes call it together, after `hosts.initialize`. They play different tasks with
+    parts of one budget; the first writes what is not a checkpoint, the others keep a journal.
+
     Args:
       config: see `configs/`.
       workdir: gets checkpoints, metrics, the journal of rollouts, trajectory trees, the summary
-        and the report.
+        and the report. One directory for all processes.
 
     Returns:
       The summary, as written to `summary.json`.
@@ -90,10 +97,12 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
       ValueError: a config or workdir that cannot work; before any work is done.
       FloatingPointError: a loss that is not finite; the last checkpoint is intact.
     """
-    return asyncio.run(_train(config, workdir))
+    with hosts.together():
+        return asyncio.run(_train(config, workdir))
 
 
 async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    hosts.agree("config", config.to_json())
     experiment.validate(config)
     env = experiment.make_env(config)
     # Only now: a config that cannot work must not claim the workdir.
@@ -101,17 +110,19 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     clock = Stopwatch()
     with clock.phase("warm_start"):
         start = warm_start.load_or_make(config, env)
+        hosts.agree("warm start", start.checksum())
     with clock.phase("compile"):
         trainer = Trainer(config, env, start)
     checkpointer = Checkpointer(
         workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
-    journal = Journal(workdir)
+    journal = Journal(workdir, hosts.index())
+    journal.attempt = max(hosts.gather(journal.attempt))
     state, progress, first = _resume(config, trainer, checkpointer, journal)
 
     async with trainer.engine:
         with clock.phase("push"):
-            await trainer.engine.set_params(state.params, f"v{first}")
+            await trainer.engine.set_params(hosts.local(state.params), f"v{first}")
 
         async def evaluation() -> Evaluation:
             with clock.phase("evaluate"):
@@ -133,19 +144,13 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
             latest = await evaluation()
             progress.success_before = latest.success
             state = trainer.fit_critic(state, latest.trajectories)
-        writer = MetricsWriter(
-            workdir,
-            start_step=first,
-            tensorboard=config.log.tensorboard,
-            wandb={"project": config.log.wandb} if config.log.wandb else None,
-        )
         progress.ledger += Ledger(seconds=clock.seconds)
         # Steps of this process in which programs may still compile: shapes that only come with
         # branches, and the policy update once the critic has warmed up.
         warmup_steps = 2
         if config.critic.enabled:
             warmup_steps = max(warmup_steps, config.critic.warmup_steps + 1 - first)
-        with writer, ProgressBar(config.steps, start_step=first) as bar:
+        with _writer(config, workdir, first) as write:
             for step in range(first, config.steps):
                 clock = Stopwatch()
                 compiled = trainer.compilations
@@ -161,8 +166,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
                     progress.add(recompilations=trainer.compilations - compiled)
                 metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()}
                 progress.ledger += Ledger(seconds=clock.seconds)
-                writer.write(step, metrics)
-                bar.update(step, metrics)
+                write(step, metrics)
                 if last or (step + 1) % config.checkpoint.every == 0:
                     with clock.phase("checkpoint"):
                         checkpointer.save(
@@ -179,6 +183,29 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     return _finish(config, workdir, progress, latest, trainer)
 
 
+@contextlib.contextmanager
+def _writer(
+    config: ml_collections.ConfigDict, workdir: Path, first: int
+) -> Iterator[Callable[[int, dict[str, Any]], None]]:
+    """Where a step's metrics go; the first process writes."""
+    if not hosts.is_first():
+        yield lambda step, metrics: None
+        return
+    writer = MetricsWriter(
+        workdir,
+        start_step=first,
+        tensorboard=config.log.tensorboard,
+        wandb={"project": config.log.wandb} if config.log.wandb else None,
+    )
+    with writer, ProgressBar(config.steps, start_step=first) as bar:
+
+        def write(step: int, metrics: dict[str, Any]) -> None:
+            writer.write(step, metrics)
+            bar.update(step, metrics)
+
+        yield write
+
+
 async def _step(
     trainer: Trainer,
     state: TrainState,
@@ -192,16 +219,20 @@ async def _step(
 
     # 1-3. Base rollouts, the critic's belief about their states, branches where they teach most.
     tasks = trainer.tasks_from(progress.cursor)
+    budget = hosts.split(config.budget, step)
     collected = await collect(
-        trainer.step_config,
+        dataclasses.replace(trainer.step_config, budget=budget),
         trainer.agent,
         tasks,
         step=step,
         episode_cost=progress.episode_cost,
         scorer=lambda base: trainer.score_states(state, base),
         on_finished=lambda trajectory: journal.append(step, trajectory),
+        process=hosts.index(),
+        num_processes=hosts.count(),
     )
-    collected.ledger.remaining(config.budget)  # raises if the budget was passed
+    tally = functools.reduce(operator.add, hosts.gather(Tally.of(collected)))
+    tally.ledger.remaining(config.budget)  # raises if the budget was passed
     trajectories = collected.tree.trajectories
 
     # One forward pass over everything, branches included, each shared prefix once.
@@ -215,9 +246,10 @@ async def _step(
     # 5. The critic learns from old and new evidence.
     with clock.phase("critic"):
         values = trainer.refine(collected, belief)
+        batch = trainer.credit_batch(trajectories)
         if config.critic.enabled:
             new_critic, critic_metrics = trainer.learn_critic(
-                state, trajectories, packed, hidden, belief
+                state, trajectories, packed, batch, hidden, belief
             )
             state = dataclasses.replace(state, critic=new_critic)
             if config.critic.values_from != "before":
@@ -229,7 +261,7 @@ async def _step(
 
     # 6. Segment advantages, spread over tokens.
     with clock.phase("credit"):
-        batch = trainer.credit_batch(trajectories, values)
+        batch = trainer.with_values(batch, trajectories, values)
         credits = trainer.estimate(batch)
 
     # 7. Clipped policy update.
@@ -239,12 +271,13 @@ async def _step(
 
     # 8. New weights to the engine, under a new version.
     with clock.phase("push"):
-        await trainer.engine.set_params(state.params, f"v{step + 1}")
+        await trainer.engine.set_params(hosts.local(state.params), f"v{step + 1}")
 
     with clock.phase("record"):
-        stats = [{"step": step, **stat.to_dict()} for stat in collected.branch_stats]
-        write_branches(workdir, step, stats)
-        if config.log.tree_tasks:
+        if hosts.is_first():
+            stats = [{"step": step, **stat.to_dict()} for stat in tally.branch_stats]
+            write_branches(workdir, step, stats)
+        if hosts.is_first() and config.log.tree_tasks:
             write_trees(
                 workdir,
                 step,
@@ -259,58 +292,70 @@ async def _step(
             )
     for phase, seconds in collected.ledger.seconds.items():
         clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
-    progress.cursor += collected.num_tasks
-    progress.episode_cost = collected.episode_cost
-    progress.ledger += dataclasses.replace(collected.ledger, seconds={})
-    dose = int(np.count_nonzero(policy_batch.mask & (policy_batch.advantages != 0)))
+    # Tasks were dealt out in turn: some that others had time for, a slower process has not played.
+    progress.cursor += tally.most_tasks * hosts.count()
+    progress.episode_cost = progress.episode_cost.updated(tally.base)
+    progress.ledger += tally.ledger
+    dose = hosts.total(int(np.count_nonzero(policy_batch.mask & (policy_batch.advantages != 0))))
+    packing_efficiency = hosts.mean(packed.packing_efficiency, 1.0)
     progress.add(
         steps=1,
-        packing_efficiency=packed.packing_efficiency,
-        technical_failures=collected.technical_failures,
-        branch_steps=bool(collected.tree.branches),
-        recomputed_share=collected.recomputed_share,
+        packing_efficiency=packing_efficiency,
+        technical_failures=tally.technical_failures,
+        branch_steps=bool(tally.branches),
+        recomputed_share=tally.recomputed_share,
         dose_tokens=dose,
         dose_steps=update_metrics["optimizer_steps"],
     )
     progress.sums["max_step_tokens"] = max(
-        progress.sums.get("max_step_tokens", 0), collected.ledger.spent
+        progress.sums.get("max_step_tokens", 0), tally.ledger.spent
     )
     generated = packed.rows.generated_mask  # all False in a step whose engine was dead
     difference = np.abs(scores.logp - policy_batch.behaviour_logp)[generated]
+    count, _, squares = hosts.moments(np.append(policy_batch.advantages[policy_batch.mask], 0.0))
+    largest = max(hosts.gather(float(difference.max(initial=0.0))))
+    difference, entropy = _mean(difference), _mean(scores.entropy[generated])
     metrics = {
-        **_rollout_metrics(collected, config.budget),
+        **_rollout_metrics(tally, config.budget),
         **{f"policy/{name}": value for name, value in update_metrics.items()},
         **{f"critic/{name}": value for name, value in critic_metrics.items()},
-        "policy/entropy": float(scores.entropy[generated].mean()) if generated.any() else None,
-        "logp_difference/mean": float(difference.mean()) if generated.any() else None,
-        "logp_difference/max": float(difference.max()) if generated.any() else None,
-        "credit/std": float(np.std(np.append(policy_batch.advantages[policy_batch.mask], 0.0))),
+        "policy/entropy": entropy,
+        "logp_difference/mean": difference,
+        "logp_difference/max": None if difference is None else largest,
+        "credit/std": float(np.sqrt(squares / count)),
         "dose/tokens": dose,
         "dose/steps": update_metrics["optimizer_steps"],
-        "packing_efficiency": packed.packing_efficiency,
+        "packing_efficiency": packing_efficiency,
         "tokens/cumulative": progress.ledger.spent,
     }
     return state, metrics
 
 
-def _rollout_metrics(collected: Collected, budget: int) -> dict[str, Any]:
+def _mean(values: np.ndarray) -> float | None:
+    """Mean over the values of all processes; None where there is none."""
+    if not hosts.total(values.size):
+        return None
+    return hosts.mean(float(values.mean()) if values.size else 0.0, values.size)
+
+
+def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
     """What the rollouts of a step say: success, ledger, and the critic held against branches."""
-    scored = [t for t in collected.tree.base if t.outcome is not None]
-    ledger = collected.ledger.to_dict()
+    scored = [t for t in tally.base if t.outcome is not None]
+    ledger = tally.ledger.to_dict()
     metrics = {name: value for name, value in ledger.items() if name.startswith("tokens/")}
     metrics |= {
         "budget": budget,
         "train/success": float(np.mean([t.success for t in scored])) if scored else None,
-        "rollouts/base": len(collected.tree.base),
-        "rollouts/branch": len(collected.tree.branches),
-        "rollouts/cut": sum(t.end == "budget" for t in collected.tree.trajectories),
-        "rollouts/tasks": collected.num_tasks,
-        "rollouts/technical_failures": collected.technical_failures,
-        "rollouts/turns": float(np.mean([len(t.segments) for t in collected.tree.base])),
-        "branches/states": len(collected.branch_stats),
-        "branches/recomputed_share": collected.recomputed_share,
+        "rollouts/base": len(tally.base),
+        "rollouts/branch": tally.branches,
+        "rollouts/cut": tally.cut,
+        "rollouts/tasks": tally.num_tasks,
+        "rollouts/technical_failures": tally.technical_failures,
+        "rollouts/turns": float(np.mean([t.num_segments for t in tally.base])),
+        "branches/states": len(tally.branch_stats),
+        "branches/recomputed_share": tally.recomputed_share,
     }
-    branched = [s for s in collected.branch_stats if s.count]
+    branched = [s for s in tally.branch_stats if s.count]
     if branched:
         report = calibration(
             *(np.array([getattr(s, n) for s in branched]) for n in ("value", "mean", "count"))
@@ -342,10 +387,11 @@ def _resume(
         saved_by = progress.attempt
     if journal.attempt:
         lost = journal.interrupted(first, saved_by=saved_by)
-        progress.lost["rollouts"] += lost.rollouts
-        progress.lost["tokens"] += lost.tokens
-        rich.console.Console(stderr=True).print(
-            f"resuming at step {first}; {lost.rollouts} finished rollouts ({lost.tokens} tokens) "
+        rollouts, tokens = hosts.total(lost.rollouts), hosts.total(lost.tokens)
+        progress.lost["rollouts"] += rollouts
+        progress.lost["tokens"] += tokens
+        rich.console.Console(stderr=True, quiet=not hosts.is_first()).print(
+            f"resuming at step {first}; {rollouts} finished rollouts ({tokens} tokens) "
             "of later steps are counted as replayed and played again",
             highlight=False,
         )
@@ -399,6 +445,8 @@ def _finish(
         },
         "report": str(report),
     }
+    if not hosts.is_first():
+        return summary
     write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
     build_report(workdir, report)
     rich.console.Console().print(format_summary(summary, title=f"{config.method}, {workdir}"))

@@ -20,11 +20,11 @@ from focus import experiment
 from focus.credit import ESTIMATORS, estimate
 from focus.credit.primitives import masked_whiten
 from focus.credit.refine import leave_one_out_values
-from focus.critic.losses import evidence_id
-from focus.learner import packing, sharding
-from focus.learner.backbone import BackboneCritic, BackboneOptions
-from focus.learner.batches import credit_batch
-from focus.learner.critic import CriticLearner, CriticOptions, StateBelief
+from focus.critic.losses import fold_of
+from focus.learner import hosts, packing, sharding
+from focus.learner.backbone import BackboneCritic
+from focus.learner.batches import bucket, credit_batch, padded
+from focus.learner.critic import CriticLearner, StateBelief
 from focus.learner.evidence import make_evidence
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import (
@@ -33,13 +33,13 @@ from focus.learner.update import (
     Scores,
     make_policy_update,
     make_score_fn,
-    transformer_model,
+    policy_model,
 )
-from focus.policy import transformer
+from focus.policy import model as models
 from focus.rollout import Collected, EpisodeCost, StateScores, make_beliefs, uninformed_scores
 from focus.rollout.embedded import EmbeddedEngine
 from focus.tasks.base import Environment, Task
-from focus.types import Credit, CreditBatch, Trajectory
+from focus.types import Array, Credit, CreditBatch, Trajectory
 from focus.warm_start import WarmStart
 
 
@@ -97,14 +97,20 @@ class Trainer:
 
     def __init__(self, config: ml_collections.ConfigDict, env: Environment, start: WarmStart):
         self.config, self.env, self.start = config, env, start
-        model = experiment.model_config(config)
+        self.model = model = experiment.model_config(config)
         start.chat.check_model(model.vocab_size)
-        self.num_parameters = transformer.num_params(model)
+        self.num_parameters = models.num_params(model)
         self.step_config = experiment.step_config(config)
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
         self.mesh = sharding.make_mesh(**config.mesh.to_dict())
+        sharding.check_mesh(
+            self.mesh,
+            micro_rows=config.learner.micro_rows,
+            row_length=config.learner.row_length,
+            attention=model.attention,
+        )
         self._optimizer = make_optimizer(experiment.optimizer_config(config))
-        policy = transformer_model(model)
+        policy = policy_model(model)
         self.score = make_score_fn(
             policy,
             mesh=self.mesh,
@@ -162,10 +168,15 @@ class Trainer:
         return _COMPILATIONS.count
 
     def tasks_from(self, cursor: int, count: int = 256) -> tuple[Task, ...]:
-        """The next tasks: every epoch is a permutation of its own, fixed by the seed."""
+        """This process's next tasks: every epoch is a permutation of its own, fixed by the seed.
+
+        Args:
+          cursor: tasks that all processes are done with.
+          count: how many to return.
+        """
         total = len(self._train_tasks)
         tasks = []
-        for i in range(cursor, cursor + count):
+        for i in hosts.deal(range(cursor, cursor + count * hosts.count())):
             epoch, place = divmod(i, total)
             order = _permutation(self.config.seed, epoch, total)
             tasks.append(self._train_tasks[order[place]])
@@ -182,77 +193,71 @@ class Trainer:
         return init_state(params, self._optimizer, critic)
 
     def _make_critic(self, policy: PolicyModel) -> CriticLearner | BackboneCritic:
-        c = self.config.critic
-        if c.backbone == "own":
+        if self.config.critic.backbone == "own":
             return BackboneCritic(
                 experiment.critic_config(self.config),
-                BackboneOptions(
-                    learning_rate=c.learning_rate,
-                    backbone_learning_rate=c.backbone_learning_rate,
-                    epochs=c.epochs,
-                    minibatches=self.config.learner.minibatches,
-                    micro_rows=self.config.learner.micro_rows,
-                    uncertainty=c.uncertainty,
-                ),
+                experiment.backbone_options(self.config),
                 policy,
                 self.start.params,
                 mesh=self.mesh,
             )
         return CriticLearner(
             experiment.critic_config(self.config),
-            CriticOptions(
-                learning_rate=c.learning_rate,
-                epochs=c.epochs,
-                capacity=c.capacity,
-                replay_steps=c.replay_steps,
-                uncertainty=c.uncertainty,
-            ),
+            experiment.critic_options(self.config),
             self.score,
+            mesh=self.mesh,
         )
 
     # Shapes.
 
     def pack(self, trajectories: Sequence[Trajectory]) -> packing.PackedRows:
-        """Trajectories to rows, every shared prefix once."""
+        """Trajectories to rows, every shared prefix once where the model allows it."""
         c = self.config.learner
         return packing.pack_trajectories(
             trajectories,
             row_length=c.row_length,
             max_nodes=c.max_nodes,
             max_states=c.max_states,
-            rows_multiple=c.micro_rows,
+            rows_multiple=c.micro_rows // hosts.count(),
+            share_prefixes=models.shares_prefixes(self.model),
         )
 
-    def credit_batch(
-        self, trajectories: Sequence[Trajectory], values: Values | None, *, to_train: bool = True
-    ) -> CreditBatch:
-        """The arrays that estimators read; one row per trajectory.
+    def credit_batch(self, trajectories: Sequence[Trajectory]) -> CreditBatch:
+        """What the critic and estimators read of trajectories, one row each; no values yet.
 
         Args:
           trajectories: base rollouts, then branches.
-          values: refined values, if there is a critic.
-          to_train: leave branches out of the rows (not of the continuations) if the policy is
-            not trained on them.
         """
         c = self.config
         per_turn = c.rollout.max_turn_tokens + self.agent.contexts.summary_tokens
-        value = variance = None
-        if values is not None and self.critic is not None:
-            value = np.nan_to_num(values.refined)
-            variance = values.refined_variance
-        batch = credit_batch(
+        return credit_batch(
             trajectories,
             num_segments=self.env.max_turns,
             num_tokens=self.env.max_turns * per_turn,
             num_rows=tuple(c.learner.row_buckets),
             num_continuations=c.branching.max_per_state,
             discount=c.credit.discount,
-            value=value,
-            value_variance=variance,
         )
-        if to_train and not c.credit.train_on_branches:
-            batch.row_mask[: len(trajectories)] &= [t.parent is None for t in trajectories]
-        return batch
+
+    def with_values(
+        self, batch: CreditBatch, trajectories: Sequence[Trajectory], values: Values
+    ) -> CreditBatch:
+        """The batch that the estimator reads: refined values, and the rows to train on.
+
+        Branches leave the rows (not the continuations) if the policy is not trained on them.
+        """
+        row_mask = batch.row_mask.copy()
+        if not self.config.credit.train_on_branches:
+            row_mask[: len(trajectories)] &= [t.parent is None for t in trajectories]
+        batch = dataclasses.replace(batch, row_mask=row_mask)
+        if self.critic is None:
+            return batch
+        shape = (len(row_mask), batch.segment_mask.shape[1] + 1)
+        return dataclasses.replace(
+            batch,
+            value=padded(np.nan_to_num(values.refined), shape, "value"),
+            value_variance=padded(values.refined_variance, shape, "value_variance"),
+        )
 
     # The critic.
 
@@ -269,7 +274,8 @@ class Trainer:
         if self.critic is None:
             return None
         hidden = self.critic.features(state, packed.rows, scores)
-        rows = min(b for b in self.config.learner.row_buckets if b >= packed.num_trajectories)
+        buckets = tuple(self.config.learner.row_buckets)
+        rows = bucket(packed.num_trajectories, buckets, "learner.row_buckets")
         return packed.states_to_trajectories(hidden, (rows, self.env.max_turns + 1))
 
     def belief(
@@ -295,7 +301,7 @@ class Trainer:
         if self.critic.config.num_folds > 1 and own_fold:
             fold = np.zeros(hidden.shape[0], np.int32)
             fold[: len(trajectories)] = [
-                evidence_id(t.task_id) % self.critic.config.num_folds for t in trajectories
+                fold_of(t.task_id, self.critic.config.num_folds) for t in trajectories
             ]
         return self.critic.belief(state.critic, hidden, fold)
 
@@ -304,19 +310,13 @@ class Trainer:
         if self.critic is None:
             return uninformed_scores(base)
         belief = self.belief(state, base, self.state_features(state, self.pack(base)))
-        rows = len(base)
-        return StateScores(
-            mean=belief.mean[:rows],
-            error_features=belief.error_features[:rows],
-            noise_var=belief.noise_var[:rows],
-            cost=belief.cost[:rows],
-        )
+        return _state_scores(belief, len(base))
 
     def fit_critic(self, state: TrainState, trajectories: Sequence[Trajectory]) -> TrainState:
         """Sets the critic's feature scale from first rollouts; their outcomes are not read."""
         if self.critic is None:
             return state
-        packed = self.pack(trajectories)
+        packed = self.pack(hosts.deal(trajectories))
         hidden = self.state_features(state, packed)
         mask = packed.state_mask(hidden.shape[:2])
         critic = self.critic.fit_standardisation(state.critic, hidden, mask)
@@ -351,12 +351,7 @@ class Trainer:
             base = len(tree.base)
             beliefs = make_beliefs(
                 tree.base,
-                StateScores(
-                    **{
-                        name: getattr(belief, name)[:base]
-                        for name in ("mean", "error_features", "noise_var", "cost")
-                    }
-                ),
+                _state_scores(belief, base),
                 env_branchable=True,
                 max_context=self.engine.info().max_context,
                 smallest_bucket=self.step_config.state_bucket,
@@ -401,12 +396,12 @@ class Trainer:
         state: TrainState,
         trajectories: Sequence[Trajectory],
         packed: packing.PackedRows,
+        batch: CreditBatch,
         hidden: np.ndarray,
         belief: StateBelief,
     ) -> tuple[Any, dict[str, float]]:
         """One step's evidence into the critic."""
         c = self.config
-        batch = self.credit_batch(trajectories, None, to_train=False)
         evidence, index = make_evidence(
             trajectories,
             batch,
@@ -428,9 +423,19 @@ class Trainer:
         """Advantages of the configured estimator (NumPy), whitened if the config says so."""
         credit = self._estimate(jax.device_put(batch))
         if self.config.credit.whiten:
-            advantages = self._whiten(credit.advantages, credit.mask)
+            advantages = self._whitened(credit.advantages, credit.mask)
             credit = dataclasses.replace(credit, advantages=advantages)
         return jax.device_get(credit)
+
+    def _whitened(self, advantages: Array, mask: Array) -> Array:
+        """`masked_whiten` over the advantages of all processes."""
+        if hosts.count() == 1:
+            return self._whiten(advantages, mask)
+        everything = jax.device_put(hosts.concatenate(jax.device_get((advantages, mask))))
+        rows = len(mask)
+        # Each finds its own rows at a multiple of the longest.
+        first = hosts.index() * (len(everything[1]) // hosts.count())
+        return self._whiten(*everything)[first : first + rows]
 
     def policy_batch(
         self,
@@ -469,6 +474,12 @@ class Trainer:
     @functools.cached_property
     def _reference_params(self) -> Any:
         return jax.device_put(self.start.params, self.state_shardings.params)
+
+
+def _state_scores(belief: StateBelief, rows: int) -> StateScores:
+    """What the controller reads of a belief about the first trajectories."""
+    names = (field.name for field in dataclasses.fields(StateScores))
+    return StateScores(**{name: getattr(belief, name)[:rows] for name in names})
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,12 +7,14 @@ matter, the source of the modules that make it, and the versions of the librarie
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,15 @@ import safetensors.numpy
 from focus import experiment
 from focus.context import ContextManager
 from focus.context.summarize import HEADING, INSTRUCTION
-from focus.learner import packing, sharding
+from focus.learner import hosts, packing, sharding
 from focus.learner.state import OptimizerConfig, init_state, make_optimizer
 from focus.learner.update import (
     SupervisedBatch,
     UpdateConfig,
     make_supervised_update,
-    transformer_model,
+    policy_model,
 )
-from focus.policy import transformer
+from focus.policy import model as models
 from focus.policy.tokens import CHAT_FORMATS, Chat, train_tokenizer
 from focus.tasks import scripted
 from focus.tasks.deep_search import DeepSearch
@@ -47,6 +49,11 @@ _SOURCES = (
     "learner/update.py",
     "learner/state.py",
     "policy/attention.py",
+    "policy/blockwise.py",
+    "policy/gated_delta.py",
+    "policy/layers.py",
+    "policy/model.py",
+    "policy/qwen3_5.py",
     "policy/tokens.py",
     "policy/transformer.py",
     "tasks/deep_search.py",
@@ -72,6 +79,14 @@ class WarmStart:
     params: Any
     directory: Path
     made: bool
+
+    def checksum(self) -> int:
+        """CRC-32 of the parameters."""
+        return functools.reduce(
+            lambda crc, leaf: zlib.crc32(np.ascontiguousarray(leaf), crc),
+            jax.tree.leaves(self.params),
+            0,
+        )
 
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
@@ -99,7 +114,7 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
       ValueError: the task has no scripted agent, or the cached files are damaged.
     """
     directory = experiment.cache_dir(config) / "warm_start" / fingerprint(config)
-    if directory.is_dir():
+    if all(hosts.gather(directory.is_dir())):  # else all processes make it together
         chat, params = _read(directory, config)
         return WarmStart(chat, params, directory, made=False)
     if not isinstance(env, DeepSearch):
@@ -114,7 +129,7 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
     safetensors.numpy.save_file(_flat(params), partial / "params.safetensors")
     try:
         os.rename(partial, directory)
-    except OSError:  # another run was faster; both made the same
+    except OSError:  # another run or process was faster; both made the same
         shutil.rmtree(partial)
     return WarmStart(chat, params, directory, made=True)
 
@@ -239,6 +254,7 @@ def _batches(config, trajectories, seed: int) -> Iterator[SupervisedBatch]:
             row_length=w.row_length,
             max_nodes=config.learner.max_nodes,
             max_states=config.learner.max_states,
+            share_prefixes=models.shares_prefixes(experiment.model_config(config)),
         ).rows
         for i in range(0, len(trajectories), chunk)
     ]
@@ -247,7 +263,8 @@ def _batches(config, trajectories, seed: int) -> Iterator[SupervisedBatch]:
     while True:
         order = rng.permutation(rows.num_rows)
         for i in range(0, len(order) - w.batch_rows + 1, w.batch_rows):
-            batch = packing.take_rows(rows, order[i : i + w.batch_rows], w.batch_rows)
+            own = hosts.deal(order[i : i + w.batch_rows])
+            batch = packing.take_rows(rows, np.array(own), len(own))
             weights = np.where(batch.generated_mask, 1.0, w.observation_weight)
             yield SupervisedBatch(batch, batch.parent >= 0, weights.astype(np.float32))
 
@@ -267,11 +284,11 @@ def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
     )
 
     def init(key):
-        return init_state(transformer.init_params(model, key), optimizer)
+        return init_state(models.init_params(model, key), optimizer)
 
     state, shardings = sharding.init_sharded(init, jax.random.key(seed), mesh=mesh)
     update = make_supervised_update(
-        transformer_model(model),
+        policy_model(model),
         optimizer,
         UpdateConfig(micro_rows=w.batch_rows, seed=seed),
         mesh=mesh,
@@ -292,7 +309,7 @@ def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
             bar.update(task, advance=1, loss=metrics["loss"])
             if not console.is_terminal and (step + 1) % max(w.steps // 5, 1) == 0:
                 console.print(f"warm start {step + 1}/{w.steps}  loss {metrics['loss']:.3f}")
-    return jax.device_get(state.params)
+    return jax.device_get(hosts.local(state.params))
 
 
 def _flat(params: Any) -> dict[str, np.ndarray]:
@@ -309,7 +326,7 @@ def _read(directory: Path, config: ml_collections.ConfigDict) -> tuple[Chat, Any
             f"the warm start in {directory} cannot be read ({error}); delete that directory and "
             "it is made again"
         ) from error
-    shapes = transformer.param_shapes(experiment.model_config(config))
+    shapes = models.param_shapes(experiment.model_config(config))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
         shapes, is_leaf=lambda x: isinstance(x, tuple)
     )

@@ -18,6 +18,7 @@ import time
 import jax
 import numpy as np
 
+from focus.policy import model as models
 from focus.policy import transformer
 from focus.rollout.embedded import EmbeddedEngine
 from focus.rollout.engine import GenerateRequest, SamplingParams
@@ -104,7 +105,7 @@ def main() -> None:
     began = time.perf_counter()
     programs = engine.warmup(filtered=False)
     print(
-        f"{transformer.num_params(MODEL):,} parameters, "
+        f"{models.num_params(MODEL):,} parameters, "
         f"cache {engine.cache_bytes / 2**20:.0f} MiB, "
         f"{programs} programs compiled in {time.perf_counter() - began:.0f} s"
     )

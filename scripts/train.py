@@ -4,6 +4,11 @@
     python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo --config.seed=1
 
 The same command again goes on where the run was stopped.
+
+On several hosts the same command runs on each, with one workdir that all of them see:
+
+    python scripts/train.py ... --coordinator=host0:1234 --num_processes=2 --process_id=0
+    python scripts/train.py ... --num_processes=0   # TPU pods and clusters that know the rest
 """
 
 import sys
@@ -12,6 +17,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from focus.learner import hosts
 from focus.train import train
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -27,6 +33,11 @@ _CPU_DEVICES = flags.DEFINE_integer(
     "On two cores, two devices train and score faster than one.",
     lower_bound=0,
 )
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Processes of the run; 0: the cluster knows, as on TPU pods."
+)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -48,8 +59,9 @@ def main(argv):
     if _CPU_DEVICES.value:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
     try:
+        hosts.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         train(_CONFIG.value, _WORKDIR.value)
-    except (ValueError, FloatingPointError, OSError) as error:
+    except (ValueError, FloatingPointError, OSError, hosts.OtherProcessFailed) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 

@@ -37,7 +37,7 @@ MODEL_CONFIG = transformer.ModelConfig(
     max_context=64,
     tie_embeddings=False,
 )
-MODEL = update.transformer_model(MODEL_CONFIG)
+MODEL = update.policy_model(MODEL_CONFIG)
 MESH = sharding.make_mesh(devices=jax.devices()[:1])
 HEADS = head.CriticConfig(feature_dim=16, hidden_dim=16, cost_scale=4.0)
 PARAMS = jax.jit(lambda key: transformer.init_params(MODEL_CONFIG, key))(jax.random.key(0))
@@ -173,7 +173,7 @@ def test_it_learns_a_value_that_the_policys_hidden_states_do_not_carry():
 
     score = update.make_score_fn(MODEL, mesh=MESH, micro_rows=2)
     frozen, _ = train_and_test(
-        CriticLearner(HEADS, CriticOptions(minibatch_size=64, capacity=256), score)
+        CriticLearner(HEADS, CriticOptions(minibatch_size=64, capacity=256), score, mesh=MESH)
     )
     own, cost_ratio = train_and_test(
         make_critic(micro_rows=8, epochs=2, learning_rate=3e-3, backbone_learning_rate=1e-2)
@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_finite_leaves_the_state_alone():
 
 
 def test_a_backbone_lies_like_the_policy_and_heads_everywhere():
-    mesh = AbstractMesh((1, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = AbstractMesh((1, 2, 2, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 4)
     optimizer = state.make_optimizer(state.OptimizerConfig())
     critic = make_critic(uncertainty="posterior")
     shapes = jax.eval_shape(
@@ -315,13 +315,13 @@ def test_a_backbone_lies_like_the_policy_and_heads_everywhere():
     assert len(heads) > 20 and not any(heads)
 
 
-FOUR_DEVICES = """
+EIGHT_DEVICES = """
 import jax, numpy as np
 import test_backbone as t
 from focus.learner import sharding
 
 results = []
-for devices, shape in ((jax.devices()[:1], (1, 1, 1)), (jax.devices(), (1, 2, 2))):
+for devices, shape in ((jax.devices()[:1], (1, 1, 1)), (jax.devices(), (1, 2, 2, 2))):
     mesh = sharding.make_mesh(*shape, devices=devices)
     critic = t.make_critic(mesh=mesh)
     shapes = jax.eval_shape(critic.init, t.KEY, t.PARAMS)
@@ -331,7 +331,7 @@ for devices, shape in ((jax.devices()[:1], (1, 1, 1)), (jax.devices(), (1, 2, 2)
     jax.tree.map(lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s, x.ndim)),
                  (end.backbone, end.opt_state), (places.backbone, places.opt_state))
     q = end.backbone["layers"]["q_proj"]
-    assert q.addressable_shards[0].data.size * len(devices) == q.size
+    assert q.addressable_shards[0].data.size * shape[1] * shape[2] == q.size
     results.append((jax.device_get(end.opt_state), metrics))
 (want, metrics), (got, more) = results
 t.assert_close(got, want, rtol=1e-3, atol=1e-6)
@@ -340,17 +340,17 @@ print("same")
 """
 
 
-def test_one_device_and_four_give_the_same_update():
+def test_one_device_and_eight_give_the_same_update():
     tests = Path(__file__).parent
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 "
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
         "OPENBLAS_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", FOUR_DEVICES], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "same" in done.stdout

@@ -312,7 +312,7 @@ MODEL_CONFIG = transformer.ModelConfig(
 
 
 def test_pitfall_18_temperature_changes_logprobs_and_never_values():
-    model = update.transformer_model(MODEL_CONFIG)
+    model = update.policy_model(MODEL_CONFIG)
     params = transformer.init_params(MODEL_CONFIG, jax.random.key(0))
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     rows = pack([make_trajectory(random.Random(0), "b", turns=3)]).rows

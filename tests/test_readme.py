@@ -19,17 +19,31 @@ from focus.types import CreditBatch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-MAINS = ("train", "evaluate", "report", "benchmark_engine")
+MAINS = (
+    "train",
+    "evaluate",
+    "report",
+    "benchmark",
+    "benchmark_engine",
+    "compile_tpu",
+    "plan",
+)
 # Where the name that is imported is not the name that is installed.
-DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint", "ml_collections": "ml-collections"}
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "orbax": "orbax-checkpoint",
+    "ml_collections": "ml-collections",
+    "ml_dtypes": "ml-dtypes",
+}
 # Imported inside a function, behind a setting that is off by default: an extra will do.
-OPTIONAL_EXTRAS = ("tensorboard", "wandb")
+OPTIONAL_EXTRAS = ("tensorboard", "wandb", "dev")
 USERS = sorted(p for f in ("focus", "scripts", "configs") for p in (ROOT / f).rglob("*.py"))
 
 
 def blocks(language: str) -> list[str]:
     """Code blocks of the README in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [body for name, body in found if name == language]
 
 
 # --- the README ----------------------------------------------------------------------------------
@@ -152,7 +166,10 @@ def test_every_main_prints_its_usage():
         "train": ("--config", "--workdir"),
         "evaluate": ("--workdir", "--step", "--temperature"),
         "report": ("usage:", "--workdir", "--out"),
+        "benchmark": ("usage:", "--against", "--model-path"),
         "benchmark_engine": ("usage:", "--agents"),
+        "compile_tpu": ("--config", "--topology"),
+        "plan": ("--config",),
     }
     for name, process in started.items():
         out, err = process.communicate(timeout=120)

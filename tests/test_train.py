@@ -285,16 +285,15 @@ async def baselines(trainer, collected, workdir, monkeypatch):
     async def collect(*unused, **also_unused):
         return collected
 
-    def credit_batch(trajectories, values, **options):
-        if values is not None:
-            seen.append(values)
-        return Trainer.credit_batch(trainer, trajectories, values, **options)
+    def with_values(batch, trajectories, values):
+        seen.append(values)
+        return Trainer.with_values(trainer, batch, trajectories, values)
 
     workdir.mkdir()
     records = Journal(workdir)
     with monkeypatch.context() as patch:
         patch.setattr(loop, "collect", collect)
-        patch.setattr(trainer, "credit_batch", credit_batch)
+        patch.setattr(trainer, "with_values", with_values)
         await loop._step(
             trainer,
             trainer.init_state(),

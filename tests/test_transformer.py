@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from focus.policy import attention
+from focus.policy.model import num_params
 from focus.policy.transformer import (
     ModelConfig,
     extend,
@@ -17,7 +17,6 @@ from focus.policy.transformer import (
     init_params,
     layer_list,
     logical_axes,
-    num_params,
     param_shapes,
     unembed,
 )
@@ -153,7 +152,7 @@ def test_packed_rows_equal_separate_rows_whatever_the_padding():
     first, second = random_tokens(5), random_tokens(7, seed=2)
     separate = [forward(QWEN3, params, x[None])[0] for x in (first, second)]
     segment_ids = np.array([0] * 5 + [1] * 7 + [-1] * 4)
-    node_id, visible_until = attention.segment_visibility(jnp.asarray(segment_ids), 2)
+    node_id = jnp.asarray(segment_ids)
     positions = np.concatenate([np.arange(5), np.arange(7), np.zeros(4)]).astype(np.int32)
     for seed in (3, 4):
         tokens = np.concatenate([first, second, random_tokens(4, seed=seed)])
@@ -163,7 +162,6 @@ def test_packed_rows_equal_separate_rows_whatever_the_padding():
             tokens[None],
             positions=positions[None],
             node_id=node_id[None],
-            visible_until=visible_until[None],
         )[0]
         np.testing.assert_allclose(packed[:5], separate[0], atol=1e-4)
         np.testing.assert_allclose(packed[5:12], separate[1], atol=1e-4)
@@ -224,8 +222,7 @@ def test_tree_rows_equal_separate_rows():
 
 
 def test_gradients_are_finite_with_padding_and_do_not_see_it():
-    segment_ids = jnp.asarray([0] * 6 + [-1] * 6)
-    node_id, visible_until = attention.segment_visibility(segment_ids, 1)
+    node_id = jnp.asarray([0] * 6 + [-1] * 6)
     params = random_params(QWEN3)
 
     def loss(params, tokens, length):
@@ -234,7 +231,6 @@ def test_gradients_are_finite_with_padding_and_do_not_see_it():
             params,
             tokens[None, :length],
             node_id=node_id[None, :length],
-            visible_until=visible_until[None],
         )
         return jnp.sum(jnp.square(unembed(QWEN3, params, hidden)[0, :6]))
 
@@ -254,7 +250,7 @@ def test_rematerialisation_changes_nothing():
         return jnp.sum(jnp.square(hidden_states(config, params, tokens)))
 
     plain = jit(jax.grad(lambda p: loss(QWEN3, p)))(params)
-    with_remat = dataclasses.replace(QWEN3, remat=True)
+    with_remat = dataclasses.replace(QWEN3, remat="full")
     remat = jit(jax.grad(lambda p: loss(with_remat, p)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), plain, remat)
 
@@ -290,5 +286,5 @@ def test_errors_name_the_value():
         dataclasses.replace(QWEN3, num_kv_heads=3)
     with pytest.raises(ValueError, match="head_dim must be even .* got 5"):
         dataclasses.replace(QWEN3, head_dim=5)
-    with pytest.raises(ValueError, match="give both"):
-        hidden_states(QWEN3, {}, random_tokens(1, 3), node_id=jnp.zeros((1, 3), jnp.int32))
+    with pytest.raises(ValueError, match="give node_id as well"):
+        hidden_states(QWEN3, {}, random_tokens(1, 3), visible_until=jnp.zeros((1, 1, 1), jnp.int32))

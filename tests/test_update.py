@@ -24,7 +24,7 @@ CONFIG = transformer.ModelConfig(
     d_ff=24,
     max_context=64,
 )
-MODEL = update.transformer_model(CONFIG)
+MODEL = update.policy_model(CONFIG)
 MESH = sharding.make_mesh(devices=jax.devices()[:1])
 OPTIMIZER = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2))
 INIT = functools.partial(transformer.init_params, CONFIG)

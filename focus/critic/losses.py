@@ -32,6 +32,11 @@ def evidence_id(name: str) -> int:
     return int.from_bytes(hashlib.blake2s(name.encode(), digest_size=4).digest(), "little")
 
 
+def fold_of(task_id: str, num_folds: int) -> int:
+    """The fold of a task: the members that never train on it share the number."""
+    return evidence_id(task_id) % num_folds
+
+
 def bootstrap_masks(config: CriticConfig, ids: Array) -> Array:
     """Which members train on which evidence, a pure function of (seed, id, member).
 
@@ -62,7 +67,7 @@ def training_masks(config: CriticConfig, ids: Array, fold: Array) -> Array:
     Args:
       config: `num_folds` 1 means no cross-fitting.
       ids: [n] uint32, see `evidence_id`.
-      fold: [n] int32 of the task, `evidence_id(task_id) % num_folds`.
+      fold: [n] int32 of the task, see `fold_of`.
 
     Returns:
       [n, M] bool.

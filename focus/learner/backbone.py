@@ -24,7 +24,7 @@ from focus.critic import head
 from focus.critic.losses import training_masks, value_weight
 from focus.critic.posterior import Posterior, init_posterior
 from focus.critic.state import Evidence, condition_posterior, critic_objective
-from focus.learner import sharding
+from focus.learner import hosts, sharding
 from focus.learner.critic import CriticReader
 from focus.learner.packing import PackedRows, Rows, take_rows
 from focus.learner.state import OptimizerConfig, TrainState, make_optimizer
@@ -147,6 +147,9 @@ class BackboneCritic(CriticReader):
       model: the transformer; its `hidden` is read.
       params: of the policy, or their shapes.
       mesh: rows are spread over its axes data and fsdp, the backbone lies like the policy.
+
+    Attributes:
+      accumulate: compiled; adds the gradient of a micro-batch of `EvidenceRows`.
     """
 
     def __init__(
@@ -158,9 +161,10 @@ class BackboneCritic(CriticReader):
         *,
         mesh: Mesh,
     ):
-        super().__init__(config)
+        super().__init__(config, mesh)
         self.options = options
-        self._model, self._mesh = model, mesh
+        self._model = model
+        self._own = sharding.rows_of_process(mesh, options.micro_rows)
         self._optimizer = optax.partition(
             {
                 "heads": optax.adamw(options.learning_rate, weight_decay=1e-3),
@@ -172,7 +176,7 @@ class BackboneCritic(CriticReader):
         places = sharding.shardings_of({"critic": shapes}, mesh)["critic"]
         trained, opt_state = _trained(places), places.opt_state
         replicated = NamedSharding(mesh, PartitionSpec())
-        self._hidden = jax.jit(self._hidden_of, out_shardings=replicated)
+        self._hidden = jax.jit(sharding.on_mesh(self._hidden_of, mesh), out_shardings=replicated)
         self._judge = jax.jit(self._judgement)
         self._condition = jax.jit(
             functools.partial(condition_posterior, config, retention=options.posterior_retention)
@@ -184,8 +188,10 @@ class BackboneCritic(CriticReader):
             lambda tree: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree),
             out_shardings=trained,
         )
-        self._accumulate = jax.jit(
-            self._add_gradient, donate_argnums=2, out_shardings=(trained, replicated)
+        self.accumulate = jax.jit(
+            sharding.on_mesh(self._add_gradient, mesh),
+            donate_argnums=2,
+            out_shardings=(trained, replicated),
         )
         self._norm = jax.jit(optax.global_norm)
         self._apply = jax.jit(
@@ -274,22 +280,26 @@ class BackboneCritic(CriticReader):
         """
         width = 2 * packed.rows.state_pos.shape[1]  # a state's own outcome, and its branches'
         batch = evidence_rows(packed, evidence, index, width)
-        before = self._judged(state.critic, evidence)
+        everything = hosts.concatenate(evidence)
+        before = self._judged(state.critic, everything)
         posterior = state.posterior
         if posterior is not None:
-            posterior = self._condition(state.critic, posterior, jax.device_put(evidence))
+            posterior = self._conditioned(state.critic, posterior, everything)
         trained, opt_state = self._copy((_trained(state), state.opt_state))
         norms = []
-        for rows, share in self._minibatches(batch.rows.num_rows, key):
-            weights = jax.device_put(
-                [np.float32(share * before[f"{name}_weight"]) for name in ("value", "cost")]
+        sizes = hosts.gather(batch.rows.num_rows)
+        for rows, share in self._minibatches(sum(sizes), key):
+            weights = hosts.replicate(
+                jax.device_put(
+                    [np.float32(share * before[f"{name}_weight"]) for name in ("value", "cost")]
+                ),
+                self._mesh,
             )
             gradient, parts = self._zeros(trained), []
-            for block in blocks(rows, self.options.micro_rows):
-                micro = sharding.shard_rows(
-                    _take(batch, block, self.options.micro_rows), self._mesh
-                )
-                gradient, part = self._accumulate(
+            rows, most = hosts.shares(rows, sizes)
+            for block in blocks(rows, len(self._own), most):
+                micro = sharding.shard_rows(_take(batch, block, len(self._own)), self._mesh)
+                gradient, part = self.accumulate(
                     trained, state.critic.fixed, gradient, micro, weights
                 )
                 parts.append(part)
@@ -300,14 +310,15 @@ class BackboneCritic(CriticReader):
         critic = head.CriticParams(trained["heads"], state.critic.fixed)
         hidden = packed.states_to_trajectories(self._read(trained["backbone"], packed.rows))
         now = np.where(evidence.mask[:, None], hidden[tuple(index.T)], 0.0)
-        after = self._judged(critic, dataclasses.replace(evidence, features=now))
+        everything = dataclasses.replace(everything, features=hosts.concatenate(now))
+        after = self._judged(critic, everything)
         self._check(after["value_loss"], 0.0)
         metrics = {name: x for name, x in after.items() if not name.endswith("_weight")}
         metrics |= {
             "value_loss_before": before["value_loss"],
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "num_updates": float(len(norms)),
-            "evidence_rows": float(np.sum(evidence.mask)),
+            "evidence_rows": float(np.sum(everything.mask)),
         }
         return BackboneCriticState(critic, trained["backbone"], opt_state, posterior), metrics
 
@@ -323,14 +334,20 @@ class BackboneCritic(CriticReader):
 
     def _read(self, backbone: Any, rows: Rows) -> np.ndarray:
         parts = []
-        for block in blocks(np.arange(rows.num_rows), self.options.micro_rows):
-            micro = sharding.shard_rows(take_rows(rows, block, self.options.micro_rows), self._mesh)
+        most = max(hosts.gather(rows.num_rows))
+        for block in blocks(np.arange(rows.num_rows), len(self._own), most):
+            micro = sharding.shard_rows(take_rows(rows, block, len(self._own)), self._mesh)
             parts.append((len(block), self._hidden(backbone, micro)))
-        return np.concatenate([jax.device_get(hidden)[:count] for count, hidden in parts])
+        return np.concatenate([jax.device_get(x)[self._own[:count]] for count, x in parts])
 
     def _judged(self, critic: head.CriticParams, evidence: Evidence) -> dict[str, float]:
-        metrics = jax.device_get(self._judge(critic, jax.device_put(evidence)))
+        metrics = jax.device_get(self._judge(hosts.local(critic), jax.device_put(evidence)))
         return {name: float(x) for name, x in metrics.items()}
+
+    def _conditioned(self, critic, posterior: Posterior, evidence: Evidence) -> Posterior:
+        critic, posterior = hosts.local((critic, posterior))
+        new = self._condition(critic, posterior, jax.device_put(evidence))
+        return hosts.replicate(new, self._mesh)
 
     def _check(self, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):

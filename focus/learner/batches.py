@@ -110,8 +110,8 @@ def credit_batch(
         token_mask=np.zeros((rows, tokens), bool),
         behaviour_logp=np.zeros((rows, tokens), np.float32),
         truncated=np.zeros((rows,), bool),
-        value=_padded(value, (rows, segments + 1), "value"),
-        value_variance=_padded(value_variance, (rows, segments + 1), "value_variance"),
+        value=padded(value, (rows, segments + 1), "value"),
+        value_variance=padded(value_variance, (rows, segments + 1), "value_variance"),
         **_monte_carlo(
             trajectories,
             trajectories if continuations is None else continuations,
@@ -140,7 +140,8 @@ def credit_batch(
     return batch
 
 
-def _padded(values, shape, name):
+def padded(values: np.ndarray | None, shape: tuple[int, int], name: str) -> np.ndarray | None:
+    """A channel of fewer rows or states in the shape of a batch, filled up with 0; None is None."""
     if values is None:
         return None
     values = np.asarray(values, np.float32)

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from focus.journal import write_atomically
+from focus.learner import hosts
 
 PyTree = Any
 
@@ -148,17 +148,17 @@ class Checkpointer:
             ) from error
         directory = self._directory(step)
         leaves = _named_leaves(state)
-        _barrier("save begins")
-        if jax.process_index() == 0:
+        hosts.barrier()  # nobody looks at the directories any more
+        if hosts.is_first():
             for leftover in self._unfinished():
                 shutil.rmtree(leftover)
             if directory.exists():  # of a history given up; the one resumed from is older
                 _remove(directory)
             directory.mkdir(parents=True)
-        _barrier("save may write")
+        hosts.barrier()
         try:
             self._orbax.save(directory / "state", args=ocp.args.StandardSave(leaves))
-            if jax.process_index() == 0:
+            if hosts.is_first():
                 record = {
                     "step": step,
                     "metrics": {k: float(v) for k, v in (metrics or {}).items()},
@@ -175,11 +175,11 @@ class Checkpointer:
                 f"{free_mb:.0f} MB are free there. Make room and start the same command again. "
                 + self._fallback(step)
             ) from error
-        _barrier("save committed")
+        hosts.barrier()  # it is committed
         self._at = step
-        if jax.process_index() == 0:
+        if hosts.is_first():
             self._remove_old(step)
-        _barrier("save finished")
+        hosts.barrier()
 
     def restore(
         self, target: PyTree, *, step: int | Literal["latest", "best"] = "latest"
@@ -327,11 +327,11 @@ def open_workdir(
                 f"{workdir} belongs to a run with another config:\n{differing}\n"
                 "Set these values back to resume it, or use another workdir"
             )
-    _barrier("config compared")
-    if jax.process_index() == 0:
+    hosts.barrier()  # all have compared
+    if hosts.is_first():
         workdir.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
-    _barrier("config written")
+    hosts.barrier()
     return workdir
 
 
@@ -343,12 +343,6 @@ def _remove(directory: Path) -> None:
     """Removes a complete checkpoint; killed in between, it counts as unfinished."""
     (directory / "checkpoint.json").unlink()
     shutil.rmtree(directory)
-
-
-def _barrier(name: str) -> None:
-    """Waits for all processes; host files have no collective of their own."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:

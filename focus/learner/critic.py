@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from focus.critic import head
 from focus.critic.posterior import posterior_belief, project_features
@@ -23,6 +24,7 @@ from focus.critic.state import (
     make_critic_update,
     observe,
 )
+from focus.learner import hosts
 from focus.learner.packing import PackedRows, Rows
 from focus.learner.state import TrainState
 from focus.learner.update import Scores
@@ -83,10 +85,11 @@ class CriticReader:
 
     Args:
       config: what the critic is.
+      mesh: where its state lies, on every device.
     """
 
-    def __init__(self, config: head.CriticConfig):
-        self.config = config
+    def __init__(self, config: head.CriticConfig, mesh: Mesh):
+        self.config, self._mesh = config, mesh
         self._belief = jax.jit(self._belief_of)
         self._fit = jax.jit(head.fit_standardisation)
 
@@ -98,8 +101,9 @@ class CriticReader:
           hidden: [B, S + 1, H].
           mask: [B, S + 1] bool, states that exist.
         """
-        states = jax.device_put((hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1)))
-        return dataclasses.replace(state, critic=self._fit(state.critic, *states))
+        states = hosts.concatenate((hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1)))
+        critic = self._fit(hosts.local(state.critic), *jax.device_put(states))
+        return dataclasses.replace(state, critic=hosts.replicate(critic, self._mesh))
 
     def belief(
         self, state: State, hidden: np.ndarray, fold: np.ndarray | None = None
@@ -115,7 +119,8 @@ class CriticReader:
         if fold is not None:
             fold = np.broadcast_to(fold[:, None], hidden.shape[:2])
         states = jax.device_put((hidden, fold))
-        return StateBelief(**jax.device_get(self._belief(state.critic, state.posterior, *states)))
+        critic, posterior = hosts.local((state.critic, state.posterior))
+        return StateBelief(**jax.device_get(self._belief(critic, posterior, *states)))
 
     def _belief_of(self, critic, posterior, hidden, fold) -> dict[str, Any]:
         output = head.apply_critic(self.config, critic, hidden)
@@ -139,6 +144,10 @@ class CriticLearner(CriticReader):
       config: what the critic is.
       options: how it learns.
       score: `(params, rows) -> Scores`, the policy's forward pass.
+      mesh: see `CriticReader`.
+
+    Attributes:
+      update: compiled; `(state, key) -> (state, metrics)` of `make_critic_update`.
     """
 
     def __init__(
@@ -146,8 +155,10 @@ class CriticLearner(CriticReader):
         config: head.CriticConfig,
         options: CriticOptions,
         score: Callable[[Any, Rows], Scores],
+        *,
+        mesh: Mesh,
     ):
-        super().__init__(config)
+        super().__init__(config, mesh)
         self.options = options
         self._optimizer = optax.adamw(options.learning_rate, weight_decay=1e-3)
         self._score = score
@@ -159,7 +170,7 @@ class CriticLearner(CriticReader):
                 retention=options.posterior_retention,
             )
         )
-        self._update = jax.jit(
+        self.update = jax.jit(
             make_critic_update(
                 config,
                 self._optimizer,
@@ -220,10 +231,11 @@ class CriticLearner(CriticReader):
           FloatingPointError: the loss is not finite; the state is left as it was.
         """
         del packed, index
-        new, metrics = self._update(self._observe(state, jax.device_put(evidence)), key)
+        everything = jax.device_put(hosts.concatenate(evidence))
+        new, metrics = self.update(self._observe(hosts.local(state), everything), key)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not np.isfinite(metrics["value_loss"]):
             raise FloatingPointError(
                 f"critic: loss {metrics['value_loss']} is not finite; lower critic.learning_rate"
             )
-        return new, metrics
+        return hosts.replicate(new, self._mesh), metrics

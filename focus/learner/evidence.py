@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from focus.critic.losses import evidence_id
+from focus.critic.losses import evidence_id, fold_of
 from focus.critic.state import Evidence
 from focus.critic.targets import branch_targets, cost_targets, trajectory_targets
 from focus.types import CreditBatch, Trajectory
@@ -77,7 +77,7 @@ def make_evidence(
         tokens[b, :count] = [segment.num_tokens for segment in trajectory.segments]
         outcome_id[b] = evidence_id(trajectory.id)
         branch_id[b, :count] = [evidence_id(f"{trajectory.id}/{j}") for j in range(count)]
-        fold[b] = evidence_id(trajectory.task_id) % num_folds
+        fold[b] = fold_of(trajectory.task_id, num_folds)
     trajectory, cost, branched = jax.device_get(
         _targets(
             *jax.device_put((batch, value, is_branch, tokens, censored)),

@@ -293,6 +293,7 @@ def pack_trajectories(
     max_nodes: int,
     max_states: int,
     rows_multiple: int = 1,
+    share_prefixes: bool = True,
 ) -> PackedRows:
     """Packs trajectories and their branches into rows, every shared prefix once.
 
@@ -306,6 +307,8 @@ def pack_trajectories(
       max_nodes: N, prefix-tree nodes of a row.
       max_states: P, states of a row.
       rows_multiple: R is rounded up to a multiple of it with empty rows; at least one multiple.
+      share_prefixes: False stores every sequence whole, one node each, for recurrent models,
+        whose memory cannot begin in the middle of a row.
 
     Returns:
       Packed rows; row order and content depend on nothing but the arguments.
@@ -314,7 +317,7 @@ def pack_trajectories(
       ValueError: a sequence is longer than a row; a prompt does not extend what came before it
         in its span; a branch does not start with its parent's tokens.
     """
-    pieces, clipped = sequences.cut_into_pieces(trajectories, row_length)
+    pieces, clipped = sequences.cut_into_pieces(trajectories, row_length, share_prefixes)
     packed = _Packer(pieces, row_length, max_nodes, max_states).pack()
     num_rows = max(1, -(-len(packed) // rows_multiple)) * rows_multiple
     rows = empty_rows(num_rows, row_length, max_nodes, max_states)

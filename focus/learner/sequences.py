@@ -114,7 +114,9 @@ def _spans(index: int, trajectory: Trajectory, row_length: int) -> tuple[list[_S
     return sequences, clipped
 
 
-def cut_into_pieces(trajectories: Sequence[Trajectory], row_length: int) -> tuple[list[Piece], int]:
+def cut_into_pieces(
+    trajectories: Sequence[Trajectory], row_length: int, share_prefixes: bool = True
+) -> tuple[list[Piece], int]:
     """Cuts the sequences of all trajectories at the points where they part.
 
     A branch hangs on its parent at the state that it left from. Base trajectories with the same
@@ -123,6 +125,7 @@ def cut_into_pieces(trajectories: Sequence[Trajectory], row_length: int) -> tupl
     Args:
       trajectories: base rollouts and branches in any order.
       row_length: longest allowed sequence.
+      share_prefixes: False leaves every sequence whole.
 
     Returns:
       Pieces, each after the one it hangs on, and the number of clipped final states.
@@ -145,7 +148,9 @@ def cut_into_pieces(trajectories: Sequence[Trajectory], row_length: int) -> tupl
         clipped += was_clipped
         hang_on = None
         prompt = trajectory.states[0].prompt_ids
-        if trajectory.parent in ids:
+        if not share_prefixes:
+            pass
+        elif trajectory.parent in ids:
             hang_on = _branch_point(pieces, places[ids[trajectory.parent]], trajectory)
         elif prompt in shared_prompts:
             if prompt not in trunks:

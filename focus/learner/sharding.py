@@ -1,13 +1,15 @@
 """The device mesh, and which array lies where.
 
-Three axes: `data` (copies of the model), `fsdp` (parameters cut up, gathered layer by layer),
-`tensor` (matrix products cut up). Rows are spread over the first two. A parameter's place
-follows from its path: one list of (regular expression, PartitionSpec) covers parameters and
-every optimiser moment, whose path ends with the name of its parameter.
+Four axes: `data` (copies of the model), `fsdp` (parameters cut up, gathered layer by layer),
+`tensor` (matrix products cut up), `sequence` (tokens of a row cut up). Rows are spread over the
+first two. A parameter's place follows from its path: one list of (regular expression,
+PartitionSpec) covers parameters and every optimiser moment, whose path ends with the name of its
+parameter.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,42 +19,69 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+from focus.learner import hosts
+
+AXES = ("data", "fsdp", "tensor", "sequence")
 ROW_SPEC = PartitionSpec(("data", "fsdp"))
 
 Rules = Sequence[tuple[str, PartitionSpec]]
 
-# First match wins. Stacked layers have a leading axis, which is never cut.
+# First match wins. A spec is that of a matrix as one layer has it: it stands for the last axes of
+# an array, and the axes before them, over which layers are stacked, are never cut.
 RULES: Rules = (
     (r"(^|/)(embed|lm_head)$", PartitionSpec("tensor", "fsdp")),
-    (r"(^|/)(q|k|v|gate|up)_proj$", PartitionSpec(None, "fsdp", "tensor")),
-    (r"(^|/)(o|down)_proj$", PartitionSpec(None, "tensor", "fsdp")),
-    (r"(^|/)(q|k|v)_bias$", PartitionSpec(None, "tensor")),
+    # Adapters of low rank: cut where their matrix is, the rank is whole.
+    (r"_proj(_\w+)?/(a|lora_a)$", PartitionSpec("fsdp", None)),
+    (r"(^|/)(o|down|out)_proj/(b|lora_b)$", PartitionSpec(None, "fsdp")),
+    (r"_proj(_\w+)?/(b|lora_b)$", PartitionSpec(None, "tensor")),
+    (r"(^|/)(o|down|out)_proj$", PartitionSpec("tensor", "fsdp")),
+    (r"(^|/)(q|k|v|gate|up)_proj$", PartitionSpec("fsdp", "tensor")),
+    (r"(^|/)in_proj_\w+$", PartitionSpec("fsdp", "tensor")),
+    (r"(^|/)(q|k|v)_bias$", PartitionSpec("tensor")),
+    (r"(^|/)conv1d$", PartitionSpec("tensor", None)),
+    (r"(^|/)(A_log|dt_bias)$", PartitionSpec()),  # one number a head
     (r"norm$", PartitionSpec()),
     # Last: a transformer of the critic's own lies like the policy's, its heads are small.
     (r"(^|/)critic(/|$)", PartitionSpec()),
 )
 
+# Of what comes with rows, by path. The rest has one entry per token.
+ROW_RULES: Rules = (
+    (r"(^|/)(visible_until|state_pos|evidence)(/|$)", ROW_SPEC),
+    (r"", PartitionSpec(*ROW_SPEC, "sequence")),
+)
+
+# Attention backends that are right, and lean, when the tokens of a row are cut up. "plain" is
+# gathered by the compiler: right everywhere, with memory quadratic in the length.
+SEQUENCE_BACKENDS = ("plain", "allgather")
+
 
 def make_mesh(
-    data: int = -1, fsdp: int = 1, tensor: int = 1, *, devices: Sequence[Any] | None = None
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    sequence: int = 1,
+    *,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh with the axes data, fsdp and tensor.
+    """A mesh with the axes data, fsdp, tensor and sequence.
 
     Args:
-      data: devices along each axis; one of the three may be -1, "what is left".
+      data: devices along each axis; one of the four may be -1, "what is left".
       fsdp: see `data`.
       tensor: see `data`.
-      devices: None for all of them.
+      sequence: see `data`.
+      devices: None for all of them, those of other processes included.
 
     Returns:
       A mesh whose axes are left to the compiler (`AxisType.Auto`).
 
     Raises:
-      ValueError: the numbers do not multiply to the number of devices.
+      ValueError: the numbers do not multiply to the number of devices, or one row would lie on
+        several processes.
     """
     devices = jax.devices() if devices is None else devices
-    sizes, count = [data, fsdp, tensor], len(devices)
+    sizes, count = [data, fsdp, tensor, sequence], len(devices)
     shape = "x".join(f"{axis}={size}" for axis, size in zip(AXES, sizes))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh {shape}: sizes are positive, and at most one of them is -1")
@@ -69,7 +98,47 @@ def make_mesh(
             f"mesh {shape} has {math.prod(sizes)} places for {count} devices; set one size to -1 "
             "to use what is left"
         )
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    mesh = jax.make_mesh(
+        tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+    )
+    for places in mesh.devices.reshape(num_row_shards(mesh), -1):
+        if len(processes := {device.process_index for device in places}) > 1:
+            raise ValueError(
+                f"mesh {shape}: the devices of one row belong to processes {sorted(processes)}, "
+                "and a process contributes whole rows; choose tensor and sequence so that their "
+                f"product divides the {len(jax.local_devices())} devices of a process"
+            )
+    return mesh
+
+
+def check_mesh(mesh: Mesh, *, micro_rows: int, row_length: int, attention: str = "plain") -> None:
+    """Checks that rows can be spread over a mesh.
+
+    Args:
+      mesh: the mesh.
+      micro_rows: rows that go through the model at a time.
+      row_length: tokens of a row.
+      attention: name of the attention backend.
+
+    Raises:
+      ValueError: names the key, its value, and what would be right.
+    """
+    shards, sequence = num_row_shards(mesh), mesh.shape["sequence"]
+    if micro_rows % shards:
+        raise ValueError(
+            f"learner.micro_rows={micro_rows} rows cannot be spread over {shards} devices "
+            f"(data x fsdp); make it a multiple of {shards}"
+        )
+    if row_length % sequence:
+        raise ValueError(
+            f"learner.row_length={row_length} cannot be cut into mesh.sequence={sequence} equal "
+            "parts; make it a multiple"
+        )
+    if sequence > 1 and attention not in SEQUENCE_BACKENDS:
+        raise ValueError(
+            f"model.attention={attention!r} wants whole rows, and mesh.sequence={sequence} cuts "
+            f"them; use one of {', '.join(SEQUENCE_BACKENDS)}, or mesh.sequence=1"
+        )
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -102,6 +171,8 @@ def shardings_of(tree: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
             raise ValueError(f"no sharding rule for {name} of shape {leaf.shape}; add one")
         if len(spec) > len(leaf.shape):
             raise ValueError(f"{name}: {spec} has more axes than the shape {leaf.shape}")
+        if any(spec):
+            spec = PartitionSpec(*(None,) * (len(leaf.shape) - len(spec)), *spec)
         for size, axis in zip(leaf.shape, spec):
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
@@ -131,22 +202,59 @@ def init_sharded(
     return jax.jit(init, out_shardings=shardings)(*args), shardings
 
 
+def on_mesh(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """A function that is traced with `mesh` as the ambient one, so that models can pin arrays."""
+
+    @functools.wraps(function)
+    def placed(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args)
+
+    return placed
+
+
 def num_row_shards(mesh: Mesh) -> int:
     """Devices that rows are spread over."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def rows_of_process(mesh: Mesh, num_rows: int) -> np.ndarray:
+    """Which of `num_rows` rows lie on this process's devices, in order."""
+    places = NamedSharding(mesh, ROW_SPEC).addressable_devices_indices_map((num_rows,))
+    return np.unique(np.concatenate([np.arange(num_rows)[rows] for (rows,) in places.values()]))
+
+
 def shard_rows(tree: Any, mesh: Mesh) -> Any:
     """Puts arrays with a leading axis of rows on the mesh, spread over data and fsdp.
 
+    Arrays with an entry per token are cut along their rows, too, over sequence.
+
+    Args:
+      tree: rows; of several processes, each gives its own, and equally many.
+      mesh: the mesh.
+
     Raises:
-      ValueError: the number of rows is not a multiple of `data * fsdp`.
+      ValueError: the number of rows is not a multiple of `data * fsdp`, or their length not one
+        of `sequence`.
     """
-    shards = num_row_shards(mesh)
-    for leaf in jax.tree.leaves(tree):
-        if np.shape(leaf)[0] % shards:
+    shards, sequence = num_row_shards(mesh), mesh.shape["sequence"]
+
+    def place(path, leaf):
+        rows, *rest = np.shape(leaf)
+        if rows * hosts.count() % shards:
             raise ValueError(
-                f"{np.shape(leaf)[0]} rows cannot be spread over {shards} devices (data x fsdp); "
-                "make learner.micro_rows a multiple"
+                f"{rows * hosts.count()} rows cannot be spread over {shards} devices "
+                "(data x fsdp); make learner.micro_rows a multiple"
             )
-    return jax.device_put(tree, NamedSharding(mesh, ROW_SPEC))
+        name = path_name(path)
+        spec = next(spec for pattern, spec in ROW_RULES if re.search(pattern, name))
+        if sequence == 1 or not rest:
+            spec = ROW_SPEC
+        elif len(spec) > 1 and rest[0] % sequence:
+            raise ValueError(
+                f"rows of {rest[0]} tokens cannot be cut into {sequence} parts (sequence); make "
+                "learner.row_length a multiple"
+            )
+        return NamedSharding(mesh, spec)
+
+    return hosts.contribute(tree, jax.tree_util.tree_map_with_path(place, tree))

@@ -12,7 +12,6 @@ import optax
 
 from focus.types import Array
 
-
 SCHEDULES = ("constant", "cosine", "wsd")
 DECAY_FRACTION = 1 / 3  # of the steps, at the end of "wsd"
 

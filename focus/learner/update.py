@@ -18,10 +18,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from focus.learner import losses, sharding
+from focus.learner import hosts, losses, sharding
 from focus.learner.packing import Rows, take_rows
 from focus.learner.state import TrainState
-from focus.policy import transformer
+from focus.policy import model as models
 from focus.policy.logprobs import chunked_logprobs
 from focus.types import Array
 
@@ -43,11 +43,11 @@ class PolicyModel:
     unembedding: Callable[[Params], Array]
 
 
-def transformer_model(config: transformer.ModelConfig) -> PolicyModel:
-    """A `PolicyModel` of the transformer family."""
+def policy_model(config: models.Config) -> PolicyModel:
+    """A `PolicyModel` of any family."""
 
     def hidden(params: Params, rows: Rows) -> Array:
-        return transformer.hidden_states(
+        return models.hidden_states(
             config,
             params,
             rows.tokens,
@@ -56,7 +56,7 @@ def transformer_model(config: transformer.ModelConfig) -> PolicyModel:
             visible_until=rows.visible_until,
         )
 
-    return PolicyModel(hidden, lambda params: transformer.unembedding(config, params))
+    return PolicyModel(hidden, lambda params: models.unembedding(config, params))
 
 
 def take_positions(hidden: Array, index: Array) -> Array:
@@ -99,6 +99,18 @@ class Scores:
     state_hidden: np.ndarray
 
 
+def jit_score(model: PolicyModel, *, mesh: Mesh, temperature: float = 1.0) -> Callable[..., Any]:
+    """The compiled part of scoring: `(params, micro-batch) -> (logp, entropy, state_hidden)`."""
+
+    def forward(params, rows):
+        hidden = model.hidden(params, rows)
+        logp, entropy = row_logprobs(model, params, rows, hidden, temperature)
+        return logp, entropy, take_positions(hidden, rows.state_pos)
+
+    forward = sharding.on_mesh(forward, mesh)
+    return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
 def make_score_fn(
     model: PolicyModel, *, mesh: Mesh, micro_rows: int, temperature: float = 1.0
 ) -> Callable[[Params, Rows], Scores]:
@@ -113,22 +125,17 @@ def make_score_fn(
     Returns:
       `score(params, rows) -> Scores`.
     """
-    replicated = NamedSharding(mesh, PartitionSpec())
-
-    def forward(params, rows):
-        hidden = model.hidden(params, rows)
-        logp, entropy = row_logprobs(model, params, rows, hidden, temperature)
-        return logp, entropy, take_positions(hidden, rows.state_pos)
-
-    forward = jax.jit(forward, out_shardings=replicated)
+    forward = jit_score(model, mesh=mesh, temperature=temperature)
+    own = sharding.rows_of_process(mesh, micro_rows)
 
     def score(params: Params, rows: Rows) -> Scores:
         parts = []
-        for index in blocks(np.arange(rows.num_rows), micro_rows):
-            micro = sharding.shard_rows(take_rows(rows, index, micro_rows), mesh)
+        most = max(hosts.gather(rows.num_rows))
+        for index in blocks(np.arange(rows.num_rows), len(own), most):
+            micro = sharding.shard_rows(take_rows(rows, index, len(own)), mesh)
             parts.append((len(index), forward(params, micro)))
         # One read at the end: the device never waits for the host between micro-batches.
-        parts = [[x[:count] for x in jax.device_get(part)] for count, part in parts]
+        parts = [[x[own[:count]] for x in jax.device_get(part)] for count, part in parts]
         return Scores(*(np.concatenate(x) for x in zip(*parts)))
 
     return score
@@ -196,6 +203,29 @@ class UpdateConfig:
                 raise ValueError(f"learner.{name} must be >= 1, got {getattr(self, name)}")
 
 
+def make_policy_loss(
+    model: PolicyModel, loss_config: losses.PolicyLossConfig, temperature: float
+) -> LossFn:
+    """The clipped policy loss: `(params, PolicyBatch, denominator) -> (loss, metrics)`."""
+
+    def loss(params, batch, denominator):
+        hidden = model.hidden(params, batch.rows)
+        logp, entropy = row_logprobs(model, params, batch.rows, hidden, temperature)
+        return losses.policy_loss(
+            logp,
+            batch.old_logp,
+            batch.behaviour_logp,
+            batch.advantages,
+            batch.mask,
+            denominator=denominator,
+            config=loss_config,
+            entropy=entropy,
+            ref_logp=batch.ref_logp,
+        )
+
+    return loss
+
+
 def make_policy_update(
     model: PolicyModel,
     optimizer: optax.GradientTransformation,
@@ -223,21 +253,7 @@ def make_policy_update(
       step is taken; at the first one of a call, the state that went in is still whole.
     """
 
-    def loss(params, batch, denominator):
-        hidden = model.hidden(params, batch.rows)
-        logp, entropy = row_logprobs(model, params, batch.rows, hidden, config.temperature)
-        return losses.policy_loss(
-            logp,
-            batch.old_logp,
-            batch.behaviour_logp,
-            batch.advantages,
-            batch.mask,
-            denominator=denominator,
-            config=loss_config,
-            entropy=entropy,
-            ref_logp=batch.ref_logp,
-        )
-
+    loss = make_policy_loss(model, loss_config, config.temperature)
     return _make_update(loss, optimizer, config, mesh, shardings)
 
 
@@ -259,6 +275,48 @@ def make_supervised_update(
     return _make_update(loss, optimizer, config, mesh, shardings)
 
 
+def jit_accumulate(loss: LossFn, mesh: Mesh, param_shardings: Any) -> Callable[..., Any]:
+    """The compiled part of a gradient: adds that of one micro-batch.
+
+    Args:
+      loss: `(params, micro-batch, denominator) -> (loss, metrics)`.
+      mesh: the mesh.
+      param_shardings: where gradients lie.
+
+    Returns:
+      `(params, gradient, micro-batch, denominator) -> (gradient, loss, metrics)`; the gradient
+      that goes in is donated.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def accumulate(params, gradient, batch, denominator):
+        (value, metrics), new = jax.value_and_grad(loss, has_aux=True)(params, batch, denominator)
+        return jax.tree.map(jnp.add, gradient, new), value, metrics
+
+    return jax.jit(
+        sharding.on_mesh(accumulate, mesh),
+        donate_argnums=1,
+        out_shardings=(param_shardings, replicated, replicated),
+    )
+
+
+def jit_apply(optimizer: optax.GradientTransformation, shardings: TrainState) -> Callable[..., Any]:
+    """The optimiser step, compiled: `(params, opt_state, gradient) -> (params, opt_state)`.
+
+    Parameters and optimiser state that go in are donated.
+    """
+
+    def apply(params, opt_state, grads):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(
+        apply,
+        donate_argnums=(0, 1),
+        out_shardings=(shardings.params, shardings.opt_state),
+    )
+
+
 def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings: Any):
     """Gradient of a minibatch, micro-batch by micro-batch.
 
@@ -270,29 +328,25 @@ def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings:
 
     Returns:
       `gradient(params, batch, index) -> (gradient, loss, metrics)` of the rows at `index`;
-      loss and metrics are read from the device.
+      loss and metrics are read from the device. With several processes, each brings its own
+      `batch`, and `index` counts through the rows of all of them.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
+    own_rows = len(sharding.rows_of_process(mesh, micro_rows))
 
     def zeros(params):
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
 
-    def accumulate(params, gradient, batch, denominator):
-        (value, metrics), new = jax.value_and_grad(loss, has_aux=True)(params, batch, denominator)
-        return jax.tree.map(jnp.add, gradient, new), value, metrics
-
     zeros = jax.jit(zeros, out_shardings=param_shardings)
-    accumulate = jax.jit(
-        accumulate,
-        donate_argnums=1,
-        out_shardings=(param_shardings, replicated, replicated),
-    )
+    accumulate = jit_accumulate(loss, mesh, param_shardings)
 
     def gradient(params, batch, index):
-        denominator = jax.device_put(np.float32(batch.mask[index].sum()), replicated)
+        tokens = hosts.gather(batch.mask.sum(axis=1))
+        denominator = jax.device_put(np.float32(np.concatenate(tokens)[index].sum()), replicated)
+        own, most = hosts.shares(index, [len(rows) for rows in tokens])
         total, parts = zeros(params), []
-        for block in blocks(index, micro_rows):
-            micro = sharding.shard_rows(_take(batch, block, micro_rows), mesh)
+        for block in blocks(own, own_rows, most):
+            micro = sharding.shard_rows(_take(batch, block, own_rows), mesh)
             total, value, metrics = accumulate(params, total, micro, denominator)
             parts.append((value, metrics))
         parts = jax.device_get(parts)
@@ -308,16 +362,7 @@ def _make_update(loss: LossFn, optimizer, config: UpdateConfig, mesh, shardings:
     gradient = make_gradient_fn(loss, mesh, config.micro_rows, shardings.params)
     norm = jax.jit(optax.global_norm)
     increment = jax.jit(lambda step: step + 1, out_shardings=shardings.step)
-
-    def apply(params, opt_state, grads):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    apply = jax.jit(
-        apply,
-        donate_argnums=(0, 1),
-        out_shardings=(shardings.params, shardings.opt_state),
-    )
+    apply = jit_apply(optimizer, shardings)
 
     def update(state: TrainState, batch) -> tuple[TrainState, Metrics]:
         step = int(jax.device_get(state.step))
@@ -349,7 +394,7 @@ def _make_update(loss: LossFn, optimizer, config: UpdateConfig, mesh, shardings:
 
 def _minibatches(mask: np.ndarray, config: UpdateConfig, step: int) -> Iterator[np.ndarray]:
     """Row indices of each optimiser step; rows without a kept token cost nothing."""
-    kept = np.flatnonzero(np.asarray(mask).any(axis=1))
+    kept = np.flatnonzero(np.concatenate(hosts.gather(np.asarray(mask).any(axis=1))))
     for epoch in range(config.epochs):
         order = np.random.default_rng((config.seed, step, epoch)).permutation(kept)
         for index in np.array_split(order, config.minibatches):
@@ -357,9 +402,12 @@ def _minibatches(mask: np.ndarray, config: UpdateConfig, step: int) -> Iterator[
                 yield index
 
 
-def blocks(index: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Consecutive parts of at most `size`."""
-    for start in range(0, len(index), size):
+def blocks(index: np.ndarray, size: int, most: int) -> Iterator[np.ndarray]:
+    """Consecutive parts of at most `size`, as many as `most` indices make; the last may be empty.
+
+    All processes of a run need equally many, because each part is a program on the whole mesh.
+    """
+    for start in range(0, most, size):
         yield index[start : start + size]
 
 

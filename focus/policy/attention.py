@@ -12,10 +12,21 @@ of unrelated sequences is the special case of a diagonal matrix, a causal model 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from focus.policy.blockwise import allgather_attention, blockwise_attention
+from focus.policy.splash import splash_attention
+
 Array = jax.Array
+
+# plain: one array of all pairs, fastest for short rows. blockwise: memory linear in the length.
+# allgather: blockwise, for rows that are cut up over the mesh. splash: kernels for TPUs.
+BACKENDS = ("plain", "blockwise", "allgather", "splash")
+# These know documents side by side, and no prefix trees.
+DOCUMENTS_ONLY = ("splash",)
 
 _MASKED = -1e30  # finite: a row of padding must give numbers, not NaN
 
@@ -39,18 +50,59 @@ def tree_mask(node_id: Array, visible_until: Array) -> Array:
     return sees | (index[None, :] == index[:, None])
 
 
-def segment_visibility(segment_ids: Array, num_segments: int) -> tuple[Array, Array]:
-    """Tree description of plain packing: every segment sees itself only.
+def document_mask(node_id: Array) -> Array:
+    """`tree_mask` where every node sees itself only: [L] to [L, L] bool."""
+    index = jnp.arange(node_id.shape[0])
+    same = (node_id[:, None] == node_id[None, :]) & (node_id >= 0)[:, None]
+    return (same & (index[None, :] <= index[:, None])) | (index[None, :] == index[:, None])
+
+
+def check_backend(name: str) -> None:
+    """Raises ValueError for a backend that does not exist."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention must be one of {', '.join(BACKENDS)}; got {name!r}")
+
+
+def row_attention(
+    backend: str,
+    shape: tuple[int, int],
+    node_id: Array | None,
+    visible_until: Array | None,
+    scale: float,
+) -> Callable[[Array, Array, Array], Array]:
+    """Attention over whole rows, prepared once for all layers.
 
     Args:
-      segment_ids: [L] int32, -1 for padding.
-      num_segments: static upper bound N on the ids.
+      backend: one of `BACKENDS`.
+      shape: (B, L).
+      node_id: [B, L] int32, see the module docstring; None: one node a row.
+      visible_until: [B, N, N] int32, see there; None: every node sees itself only.
+      scale: multiplies the logits.
 
     Returns:
-      `(node_id [L], visible_until [N, N])` for `tree_mask`.
+      `attend(q [B, L, heads, head_dim], k, v [B, kv_heads, L, head_dim])` ->
+      [B, L, heads, head_dim].
+
+    Raises:
+      ValueError: unknown backend, or `visible_until` without `node_id`.
     """
-    length = segment_ids.shape[0]
-    return segment_ids, jnp.eye(num_segments, dtype=jnp.int32) * length
+    check_backend(backend)
+    if node_id is None and visible_until is not None:
+        raise ValueError("visible_until says which nodes see each other: give node_id as well")
+    if backend == "splash":
+        return lambda q, k, v: splash_attention(q, k, v, node_id=node_id, scale=scale)
+    if backend in ("blockwise", "allgather"):
+        by_blocks = blockwise_attention if backend == "blockwise" else allgather_attention
+        return lambda q, k, v: by_blocks(
+            q, k, v, node_id=node_id, visible_until=visible_until, scale=scale
+        )
+    if node_id is None:
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((shape[1],) * 2, bool)), (*shape, shape[1]))
+    elif visible_until is None:
+        mask = jax.vmap(document_mask)(node_id)
+    else:
+        mask = jax.vmap(tree_mask)(node_id, visible_until)
+    return lambda q, k, v: attend(q, k, v, mask, scale)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:

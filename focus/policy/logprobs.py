@@ -13,17 +13,19 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from focus.policy import attention, transformer
+from focus.policy import model as models
+from focus.policy.placement import ROWS, axis_size, constrain
 
 Array = jax.Array
 
-# Logits alive at a time: 16 MiB of float32. Smaller chunks pay for the loop (and, when sharded,
-# for one reduction of the unembedding's gradient per chunk), larger ones leave the caches.
-_LOGITS_PER_CHUNK = 2**22
+# Logits alive at a time on one device. Smaller chunks pay for the loop (and, when sharded, for one
+# reduction of the unembedding's gradient per chunk). Larger ones leave the caches of a CPU: 16 MiB
+# of float32. Accelerators, which compute in bfloat16, want matrices of a thousand rows: 1 GiB.
+_LOGITS_PER_CHUNK = {"float32": 2**22, "bfloat16": 2**28}
 
 
-def default_chunk(rows: int, length: int, vocab_size: int) -> int:
-    """Tokens per row and chunk such that about 2^22 logits are alive at a time.
+def default_chunk(rows: int, length: int, vocab_size: int, dtype: str = "float32") -> int:
+    """Tokens per row and chunk such that few logits are alive at a time on one device.
 
     A row that needs n chunks is cut evenly, so that little of the last one is padding.
 
@@ -31,11 +33,14 @@ def default_chunk(rows: int, length: int, vocab_size: int) -> int:
       rows: product of the leading axes.
       length: T, tokens of a row.
       vocab_size: V.
+      dtype: that of the hidden states; 2^22 logits in float32, 2^28 in bfloat16.
 
     Returns:
       A number in [1, length].
     """
-    most = max(1, _LOGITS_PER_CHUNK // (rows * vocab_size))
+    rows, vocab_size = -(-rows // axis_size(ROWS)), -(-vocab_size // axis_size("tensor"))
+    budget = _LOGITS_PER_CHUNK.get(dtype, _LOGITS_PER_CHUNK["float32"])
+    most = max(1, budget // (rows * vocab_size))
     chunks = -(-length // most)
     return -(-length // chunks)
 
@@ -73,7 +78,9 @@ def chunked_logprobs(
     hidden = hidden.reshape(-1, length, width)
     targets = targets.reshape(-1, length)
     if chunk is None:
-        chunk = default_chunk(hidden.shape[0], length, unembedding.shape[0])
+        chunk = default_chunk(hidden.shape[0], length, unembedding.shape[0], hidden.dtype.name)
+    # Gathered once and not once per chunk.
+    unembedding = constrain(unembedding.astype(hidden.dtype), "tensor", None)
     scale = 1.0 / temperature if temperature > 0 else 1.0
     logp, entropy = _logprobs(scale, min(chunk, length), hidden, unembedding, targets)
     return logp.reshape(*leading, length), entropy.reshape(*leading, length)
@@ -155,8 +162,8 @@ _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
 
 
 def token_logprobs(
-    config: transformer.ModelConfig,
-    params: transformer.Params,
+    config: models.Config,
+    params: models.Params,
     tokens: Array,
     *,
     segment_ids: Array | None = None,
@@ -178,6 +185,7 @@ def token_logprobs(
       [B, L] float32; 0 at padding and at the first token of a sequence, which nothing precedes.
     """
     length = tokens.shape[1]
+    node_id = segment_ids
     if segment_ids is None:
         segment_ids = jnp.zeros_like(tokens)
     previous = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
@@ -185,13 +193,8 @@ def token_logprobs(
     if positions is None:
         index = jnp.arange(length)
         positions = index - jax.lax.cummax(jnp.where(follows, 0, index), axis=1)
-    node_id, visible_until = jax.vmap(attention.segment_visibility, in_axes=(0, None))(
-        segment_ids, length
-    )
-    hidden = transformer.hidden_states(
-        config, params, tokens, positions=positions, node_id=node_id, visible_until=visible_until
-    )
+    hidden = models.hidden_states(config, params, tokens, positions=positions, node_id=node_id)
     before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    unembedding = transformer.unembedding(config, params)
+    unembedding = models.unembedding(config, params)
     logp, _ = chunked_logprobs(before, unembedding, tokens, temperature=temperature)
     return jnp.where(follows, logp, 0.0)

@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from focus.policy import attention
+from focus.policy import attention, layers
+from focus.policy.layers import project, rms_norm, rotary, rotate
+from focus.policy.placement import constrain_tokens
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -24,7 +26,12 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a model. `qk_norm` makes it Qwen3, `attention_bias` Qwen2, neither Llama."""
+    """Shape of a model. `qk_norm` makes it Qwen3, `attention_bias` Qwen2, neither Llama.
+
+    `remat` names what the backward pass keeps (`layers.REMAT`), `attention` the backend for
+    whole rows (`attention.BACKENDS`), `rope_llama3` the stretched wavelengths of Llama 3.1
+    (`layers.inverse_frequencies`).
+    """
 
     vocab_size: int
     d_model: int
@@ -40,10 +47,14 @@ class ModelConfig:
     attention_bias: bool = False
     tie_embeddings: bool = True
     dtype: str = "float32"
-    remat: bool = False
+    remat: str = "none"
     scan_unroll: int = 1
+    attention: str = "plain"
+    rope_llama3: tuple[float, float, float, int] | None = None
 
     def __post_init__(self):
+        layers.check_remat(self.remat)
+        attention.check_backend(self.attention)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
@@ -100,96 +111,22 @@ def logical_axes(config: ModelConfig) -> Params:
     return {k: a for k, (_, a) in _top_shapes(config).items()} | {"layers": layers}
 
 
-def num_params(config: ModelConfig) -> int:
-    """Number of parameters."""
-    total = 0
-    for shape in jax.tree.leaves(param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)):
-        size = 1
-        for n in shape:
-            size *= n
-        total += size
-    return total
-
-
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """Draws parameters: norms at 1, biases at 0, matrices normal with 1/sqrt(fan in).
-
-    Embeddings have norm 1 and residual projections are scaled down by 2 * layers (this
-    project's rule): at the start the residual stream says which token stands where rather than
-    what the random layers make of it, and copying, the skill of an agent that reads, is learnt
-    in a quarter of the tokens.
-
-    Args:
-      config: shape of the model.
-      key: a `jax.random.key`, consumed.
-
-    Returns:
-      float32 parameters.
-    """
-    depth_scale = 1 / (2 * config.num_layers)
-
-    def draw(path, shape):
-        name = path[-1].key
-        if name.endswith("norm"):
-            return jnp.ones(shape, jnp.float32)
-        if name.endswith("bias"):
-            return jnp.zeros(shape, jnp.float32)
-        fold = jax.random.fold_in(key, sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**31)
-        fan_in = shape[-1] if name in ("embed", "lm_head") else shape[-2]
-        scale = fan_in**-0.5
-        if name in ("o_proj", "down_proj"):
-            scale *= depth_scale
-        return scale * jax.random.truncated_normal(fold, -3.0, 3.0, shape, jnp.float32)
-
-    return jax.tree_util.tree_map_with_path(
-        draw, param_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+    """Draws float32 parameters, see `layers.draw`. `key` is consumed."""
+    return layers.draw(
+        param_shapes(config), key, depth=config.num_layers, ones=lambda name: name.endswith("norm")
     )
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """`x / rms(x) * weight` over the last axis, statistics in float32."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
-
-
-def rotary(positions: Array, head_dim: int, theta: float) -> tuple[Array, Array]:
-    """Cosines and sines of rotary embeddings, half-split layout.
-
-    Args:
-      positions: [B, L] int32.
-      head_dim: even width of a head.
-      theta: base of the wavelengths.
-
-    Returns:
-      `(cos, sin)`, each [B, L, 1, head_dim // 2] float32.
-    """
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
-
-
-def _project(x: Array, weight: Array) -> Array:
-    """`x @ weight` as one two-dimensional product.
-
-    The gradient of a product with two batch axes is several times slower on CPUs than that of
-    the flat one; everywhere else they are the same.
-    """
-    flat = x.reshape(-1, x.shape[-1]) @ weight.astype(x.dtype)
-    return flat.reshape(*x.shape[:-1], weight.shape[-1])
+def _frequency(config: ModelConfig) -> Array:
+    return layers.inverse_frequencies(config.head_dim, config.rope_theta, config.rope_llama3)
 
 
 def _qkv(config: ModelConfig, layer: Params, x: Array, cos: Array, sin: Array):
     """Projections of one layer: q [B, L, heads, hd], k and v [B, kv_heads, L, hd]."""
     batch, length, _ = x.shape
     h = rms_norm(x, layer["attn_norm"], config.rms_eps)
-    q, k, v = (_project(h, layer[f"{n}_proj"]) for n in "qkv")
+    q, k, v = (project(h, layer[f"{n}_proj"]) for n in "qkv")
     if config.attention_bias:
         q, k, v = (y + layer[f"{n}_bias"].astype(h.dtype) for n, y in zip("qkv", (q, k, v)))
     q = q.reshape(batch, length, config.num_heads, config.head_dim)
@@ -198,17 +135,15 @@ def _qkv(config: ModelConfig, layer: Params, x: Array, cos: Array, sin: Array):
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.rms_eps)
         k = rms_norm(k, layer["k_norm"], config.rms_eps)
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def _finish_layer(config: ModelConfig, layer: Params, x: Array, attended: Array) -> Array:
     """Output projection and feed-forward block with their residuals."""
     batch, length, _ = x.shape
-    x = x + _project(attended.reshape(batch, length, -1), layer["o_proj"])
-    h = rms_norm(x, layer["mlp_norm"], config.rms_eps)
-    gate = jax.nn.silu(_project(h, layer["gate_proj"]))
-    return x + _project(gate * _project(h, layer["up_proj"]), layer["down_proj"])
+    x = x + project(attended.reshape(batch, length, -1), layer["o_proj"])
+    return x + layers.swiglu(layer, rms_norm(x, layer["mlp_norm"], config.rms_eps))
 
 
 def hidden_states(
@@ -237,23 +172,17 @@ def hidden_states(
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    if (node_id is None) != (visible_until is None):
-        raise ValueError("node_id and visible_until describe a packing together: give both")
-    if node_id is None:
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-    else:
-        mask = jax.vmap(attention.tree_mask)(node_id, visible_until)
-    cos, sin = rotary(positions, config.head_dim, config.rope_theta)
-    scale = config.head_dim**-0.5
+    cos, sin = rotary(positions, _frequency(config))
+    attend = attention.row_attention(
+        config.attention, (batch, length), node_id, visible_until, config.head_dim**-0.5
+    )
 
     def block(x, layer):
         q, k, v = _qkv(config, layer, x, cos, sin)
-        x = _finish_layer(config, layer, x, attention.attend(q, k, v, mask, scale))
-        return x, None
+        return constrain_tokens(_finish_layer(config, layer, x, attend(q, k, v))), None
 
-    if config.remat:
-        block = jax.checkpoint(block)
-    x = params["embed"].astype(config.dtype)[tokens]
+    block = layers.rematerialised(block, config.remat)
+    x = constrain_tokens(params["embed"].astype(config.dtype)[tokens])
     x, _ = jax.lax.scan(block, x, params["layers"], unroll=config.scan_unroll)
     return rms_norm(x, params["final_norm"], config.rms_eps)
 
@@ -265,10 +194,7 @@ def unembedding(config: ModelConfig, params: Params) -> Array:
 
 def unembed(config: ModelConfig, params: Params, hidden: Array) -> Array:
     """[..., H] hidden states to [..., V] float32 logits."""
-    matrix = unembedding(config, params).astype(hidden.dtype)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    logits = jnp.einsum("th,vh->tv", flat, matrix, preferred_element_type=jnp.float32)
-    return logits.reshape(*hidden.shape[:-1], matrix.shape[0])
+    return layers.unembed(unembedding(config, params), hidden)
 
 
 @jax.tree_util.register_dataclass
@@ -326,7 +252,7 @@ def extend(
     """
     count = tokens.shape[1]
     positions = lengths[:, None] + jnp.arange(count)
-    cos, sin = rotary(positions, config.head_dim, config.rope_theta)
+    cos, sin = rotary(positions, _frequency(config))
     mask = jnp.arange(cache.k[0].shape[2]) <= positions[:, :, None]
     write = jax.vmap(
         lambda old, new, at: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, at, 0))

@@ -26,6 +26,7 @@ from focus.rollout.pool import (
     generate_with_retries,
 )
 from focus.rollout.step import EpisodeCost, StepConfig, validate_step
+from focus.rollout.tally import Tally
 
 __all__ = [
     "Agent",
@@ -46,6 +47,7 @@ __all__ = [
     "StateScores",
     "StepConfig",
     "Stopwatch",
+    "Tally",
     "TokenAccount",
     "UnlimitedAccount",
     "collect",

@@ -111,6 +111,8 @@ async def collect(
     episode_cost: EpisodeCost,
     scorer: Scorer | None = None,
     on_finished: Callable[[Trajectory], None] | None = None,
+    process: int = 0,
+    num_processes: int = 1,
 ) -> Collected:
     """Plays one step.
 
@@ -123,6 +125,9 @@ async def collect(
       scorer: the critic's forward pass; called once, after the base rollouts. Not needed
         without branches.
       on_finished: called with every trajectory when it ends, e.g. to write a journal.
+      process: of several processes that play one step with tasks of their own; this one's groups
+        are numbered `process`, `process + num_processes` ..., so that no two share a number.
+      num_processes: how many there are.
 
     Returns:
       `Collected`; `ledger.spent <= config.budget` always.
@@ -143,7 +148,10 @@ async def collect(
     clock = Stopwatch()
     account = TokenAccount(config.budget)
     with clock.phase("rollout"):
-        base = await _play_base(config, agent, tasks, account, step, episode_cost, on_finished)
+        numbers = range(process, process + num_processes * len(tasks), num_processes)
+        base = await _play_base(
+            config, agent, tasks, numbers, account, step, episode_cost, on_finished
+        )
 
     branched = _Branched()
     if branching:
@@ -168,6 +176,7 @@ async def _play_base(
     config: StepConfig,
     agent: Agent,
     tasks: Sequence[Task],
+    numbers: Sequence[int],
     account: TokenAccount,
     step: int,
     episode_cost: EpisodeCost,
@@ -190,7 +199,7 @@ async def _play_base(
     def launch() -> None:
         # The first group always: a step without rollouts would teach nothing.
         while len(used) < len(tasks) and (not used or projected() + group_cost <= share):
-            group, task = len(used), tasks[len(used)]
+            group, task = numbers[len(used)], tasks[len(used)]
             state = agent.start(task)
             for member in range(config.group_size):
                 rollout = Rollout(f"{step}/{group}.{member}", task.id, group)
@@ -203,8 +212,9 @@ async def _play_base(
             on_finished(trajectory)
         # A dead engine fails for free: without a price it would be given every task there is.
         cost = episode_cost.tokens if trajectory.end == "failed" else 0
-        used[trajectory.group_id] += max(trajectory.num_tokens, cost)
-        running[trajectory.group_id] -= 1
+        launched = numbers.index(trajectory.group_id)
+        used[launched] += max(trajectory.num_tokens, cost)
+        running[launched] -= 1
         launch()
 
     pool = Pool(config.concurrency, finished)

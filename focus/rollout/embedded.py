@@ -116,6 +116,11 @@ class EmbeddedEngine:
         weight_version: str = "v0",
         loader: Callable[[str], Params] | None = None,
     ):
+        if not isinstance(model, ModelConfig):
+            raise ValueError(
+                f"the embedded engine does not serve {type(model).__name__}: it forks caches by "
+                "copying columns, and a recurrent memory has none; use a dense family, or a server"
+            )
         length = model.max_context if cache_length is None else cache_length
         retained = 4 * max_running if retained is None else retained
         if max_running < 1 or retained < 0:

@@ -1,0 +1,171 @@
+"""The gated delta rule: a linear attention whose memory forgets, and corrects what it stored.
+
+For every head, with a memory S [K, V] that is empty where a document begins,
+
+    S_t = a_t S_{t-1} + k_t d_t^T,    d_t = b_t (v_t - a_t S_{t-1}^T k_t),    o_t = S_t^T q_t
+
+where `a_t = exp(log_decay_t)` and `b_t = beta_t` (Yang, Kautz and Hatamizadeh, Gated Delta
+Networks, arXiv:2412.06464). Three forms that agree: `delta_step` token by token for decoding,
+`chunked_delta_rule` in matrix products for training and prefill, and the definition above in the
+tests. Documents are told apart by ids, so that packed rows equal separate ones.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+CHUNK = 64
+
+
+def l2_normalise(x: Array, eps: float = 1e-6) -> Array:
+    """`x / sqrt(|x|^2 + eps)` over the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def causal_conv(x: Array, weight: Array, document: Array, window: Array) -> Array:
+    """Depthwise causal convolution that stops at the borders of documents.
+
+        y_t[c] = sum_i weight[c, W - 1 - i] x_{t-i}[c]   over i with document_{t-i} = document_t
+
+    Args:
+      x: [B, L, C].
+      weight: [C, W].
+      document: [B, L] int32 document of each token. Tokens of document 0 see the window.
+      window: [B, W - 1, C] inputs before the first token; zeros where nothing precedes.
+
+    Returns:
+      [B, L, C].
+    """
+    length, width = x.shape[1], weight.shape[1]
+    before = jnp.zeros((x.shape[0], width - 1), document.dtype)
+    padded = jnp.concatenate([window.astype(x.dtype), x], axis=1)
+    documents = jnp.concatenate([before, document], axis=1)
+    total = x * weight[:, width - 1].astype(x.dtype)
+    for i in range(1, width):
+        at = slice(width - 1 - i, width - 1 - i + length)
+        same = (documents[:, at] == document)[..., None]
+        shifted = jnp.where(same, padded[:, at], 0.0)
+        total += shifted * weight[:, width - 1 - i].astype(x.dtype)
+    return total
+
+
+def unit_lower_inverse(lower: Array) -> Array:
+    """`(I + lower)^-1` of strictly lower triangular matrices, in log2(C) matrix products.
+
+    With N = -lower, which is nilpotent: `sum_i N^i = (I + N)(I + N^2)(I + N^4) ...`.
+
+    Args:
+      lower: [..., C, C], zero on and above the diagonal.
+
+    Returns:
+      [..., C, C].
+    """
+    size = lower.shape[-1]
+    eye = jnp.eye(size, dtype=lower.dtype)
+    power, inverse = -lower, eye - lower
+    reach = 2
+    while reach < size:
+        power = power @ power
+        inverse = inverse + inverse @ power
+        reach *= 2
+    return inverse
+
+
+def delta_step(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, memory: Array
+) -> tuple[Array, Array]:
+    """One token.
+
+    Args:
+      q: [B, H, K].
+      k: [B, H, K].
+      v: [B, H, V].
+      log_decay: [B, H], at most 0.
+      beta: [B, H] in [0, 1].
+      memory: [B, H, K, V] float32.
+
+    Returns:
+      `(output [B, H, V], memory)`.
+    """
+    memory = memory * jnp.exp(log_decay)[..., None, None]
+    stored = jnp.einsum("bhkv,bhk->bhv", memory, k)
+    correction = beta[..., None] * (v - stored)
+    memory = memory + k[..., :, None] * correction[..., None, :]
+    return jnp.einsum("bhkv,bhk->bhv", memory, q), memory
+
+
+def chunked_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    document: Array,
+    memory: Array,
+    *,
+    chunk: int = CHUNK,
+) -> tuple[Array, Array]:
+    """Whole rows, a chunk of tokens at a time; memory in the length is linear.
+
+    Inside a chunk the corrections d solve a unit lower triangular system; between chunks only
+    the memory travels. Documents may begin anywhere in a chunk.
+
+    Args:
+      q: [B, H, L, K] float32, scaled.
+      k: [B, H, L, K] float32.
+      v: [B, H, L, V] float32.
+      log_decay: [B, H, L] float32, at most 0.
+      beta: [B, H, L] float32; 0 at padding.
+      document: [B, L] int32 document of each token, contiguous. Tokens of document 0 continue
+        `memory`; those of any other id begin with an empty one.
+      memory: [B, H, K, V] float32 before the first token.
+      chunk: tokens of a chunk.
+
+    Returns:
+      `(output [B, H, L, V], memory after the last token)`.
+    """
+    batch, heads, length, _ = k.shape
+    chex.assert_shape([log_decay, beta], (batch, heads, length))
+    chex.assert_shape(document, (batch, length))
+    padding = -length % chunk
+    count = (length + padding) // chunk
+
+    def split(x, mode="constant"):  # [B, H, L, ...] -> [chunks, B, H, C, ...]
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3), mode=mode)
+        return jnp.moveaxis(x.reshape(batch, x.shape[1], count, chunk, *x.shape[3:]), 2, 0)
+
+    index = jnp.arange(chunk)
+    earlier, upto = index[:, None] > index[None, :], index[:, None] >= index[None, :]
+
+    def one_chunk(carry, inputs):
+        memory, current = carry
+        q, k, v, log_decay, beta, document = inputs
+        document = document[:, 0]
+        same = (document[:, :, None] == document[:, None, :])[:, None]
+        continues = (document == current[:, None])[:, None]
+        total = jnp.cumsum(log_decay, axis=-1)
+        # Only decays between tokens of one document are used, and those are at most 0; the
+        # inner `where` keeps the others from overflowing, backward too.
+        gap = total[..., :, None] - total[..., None, :]
+        decay = jnp.exp(jnp.where(same & upto, gap, 0.0))
+        from_memory = jnp.where(continues, jnp.exp(total), 0.0)[..., None]
+        inverse = unit_lower_inverse(
+            jnp.where(same & earlier, beta[..., None] * decay * (k @ k.mT), 0.0)
+        )
+        correction = inverse @ (beta[..., None] * (v - from_memory * (k @ memory)))
+        scores = jnp.where(same & upto, decay * (q @ k.mT), 0.0)
+        output = from_memory * (q @ memory) + scores @ correction
+        last = jnp.where(same[..., -1:, :].mT, decay[..., -1:, :].mT, 0.0)
+        memory = from_memory[..., -1:, :] * memory + (k * last).mT @ correction
+        return (memory, document[:, -1]), output
+
+    start = (memory, jnp.zeros((batch,), document.dtype))
+    # Padding prolongs the last document without writing to its memory.
+    inputs = (*map(split, (q, k, v, log_decay, beta)), split(document[:, None], "edge"))
+    (memory, _), output = jax.lax.scan(one_chunk, start, inputs)
+    output = jnp.moveaxis(output, 0, 2).reshape(batch, heads, count * chunk, -1)
+    return output[:, :, :length], memory

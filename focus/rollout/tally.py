@@ -1,0 +1,94 @@
+"""What a step's rollouts come to, small enough to be sent around and added up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from focus.branching.budget import Ledger
+from focus.rollout.controller import BranchedState, Collected
+from focus.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """A base rollout without its tokens.
+
+    Attributes:
+      outcome: None if it has none.
+      success: whether the task was solved.
+      end: see `Trajectory`.
+      num_tokens: tokens that the policy generated.
+      num_segments: turns.
+    """
+
+    outcome: float | None
+    success: bool
+    end: str
+    num_tokens: int
+    num_segments: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Episode:
+        """That of a trajectory."""
+        return cls(
+            trajectory.outcome,
+            trajectory.success,
+            trajectory.end,
+            trajectory.num_tokens,
+            len(trajectory.segments),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """Totals of a step; those of several processes add.
+
+    Attributes:
+      ledger: tokens by purpose, no seconds.
+      base: the base rollouts.
+      branches: number of branches.
+      cut: rollouts that the budget ended.
+      num_tasks: tasks that were played.
+      most_tasks: the same, of the process that played most.
+      technical_failures: see `Collected`.
+      branch_stats: one entry per branched state.
+      recomputed_shares: see `Collected`; one entry per process that branched.
+    """
+
+    ledger: Ledger
+    base: tuple[Episode, ...]
+    branches: int
+    cut: int
+    num_tasks: int
+    most_tasks: int
+    technical_failures: int
+    branch_stats: tuple[BranchedState, ...]
+    recomputed_shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, collected: Collected) -> Tally:
+        """That of one process's rollouts."""
+        tree = collected.tree
+        return cls(
+            ledger=dataclasses.replace(collected.ledger, seconds={}),
+            base=tuple(map(Episode.of, tree.base)),
+            branches=len(tree.branches),
+            cut=sum(t.end == "budget" for t in tree.trajectories),
+            num_tasks=collected.num_tasks,
+            most_tasks=collected.num_tasks,
+            technical_failures=collected.technical_failures,
+            branch_stats=collected.branch_stats,
+            recomputed_shares=(collected.recomputed_share,) if tree.branches else (),
+        )
+
+    def __add__(self, other: Tally) -> Tally:
+        def joined(name):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return max(mine, theirs) if name == "most_tasks" else mine + theirs
+
+        return Tally(**{field.name: joined(field.name) for field in dataclasses.fields(self)})
+
+    @property
+    def recomputed_share(self) -> float:
+        """Mean over processes; 0 without branches."""
+        return sum(self.recomputed_shares) / max(len(self.recomputed_shares), 1)

@@ -1,0 +1,1 @@
+"""TPU slices that are not there: ahead-of-time compilation, rooflines, and planning of a run."""

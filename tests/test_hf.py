@@ -1,0 +1,241 @@
+"""Weights in and out: bitwise round trips, parity with transformers, errors before allocation."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from focus.policy import hf, hf_config, transformer
+from focus.policy.transformer import ModelConfig
+
+SMALL = ModelConfig(
+    vocab_size=48,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=24,
+    max_context=64,
+)
+CONFIGS = {
+    "qwen3": SMALL,
+    "qwen2": dataclasses.replace(SMALL, qk_norm=False, attention_bias=True, head_dim=4),
+    "llama": dataclasses.replace(SMALL, qk_norm=False, tie_embeddings=False),
+    "llama3": dataclasses.replace(
+        SMALL, qk_norm=False, rope_theta=1e4, rope_llama3=(8.0, 1.0, 4.0, 16)
+    ),
+}
+each_family = pytest.mark.parametrize("family", sorted(CONFIGS))
+
+
+def make_params(config, seed=0):
+    params = transformer.init_params(config, jax.random.key(seed))
+    keys = iter(jax.random.split(jax.random.key(seed + 1), 64))
+    # Norms and biases too: a tensor that is lost must show.
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
+
+
+def assert_equal_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), a, b)
+
+
+def files_of(path):
+    return {p.name: p.read_bytes() for p in sorted(path.iterdir())}
+
+
+@each_family
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_file_bytes", [2**30, 4000])
+def test_save_load_save_is_equal_byte_by_byte(family, dtype, max_file_bytes, tmp_path):
+    config, params = CONFIGS[family], make_params(CONFIGS[family])
+    hf.save_checkpoint(tmp_path / "a", config, params, dtype=dtype, max_file_bytes=max_file_bytes)
+    loaded_config, loaded = hf.load_checkpoint(tmp_path / "a", dtype=dtype)
+    assert loaded_config == dataclasses.replace(config, dtype=dtype)
+    assert_equal_bits(loaded, jax.tree.map(lambda x: x.astype(dtype), params))
+    hf.save_checkpoint(
+        tmp_path / "b", loaded_config, loaded, dtype=dtype, max_file_bytes=max_file_bytes
+    )
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    single = "model.safetensors" in files_of(tmp_path / "a")
+    assert single == (max_file_bytes > 4000)
+    for file in tmp_path.glob("a/*.safetensors"):
+        tensors = safetensors.numpy.load_file(file)  # the library's own reader agrees
+        size = sum(x.nbytes for x in tensors.values())
+        assert size <= max_file_bytes or len(tensors) == 1
+        assert ("lm_head.weight" in tensors) <= (not config.tie_embeddings)
+
+
+@each_family
+def test_transformers_reads_our_export_and_agrees(family, tmp_path):
+    torch = pytest.importorskip("torch", reason="parity needs the dev extra")
+    transformers = pytest.importorskip("transformers", reason="parity needs the dev extra")
+    config, params = CONFIGS[family], make_params(CONFIGS[family])
+    hf.save_checkpoint(tmp_path / "ours", config, params, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 40))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    hidden = transformer.hidden_states(config, params, jnp.asarray(tokens, jnp.int32))
+    ours = transformer.unembed(config, params, hidden)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+    model.save_pretrained(tmp_path / "theirs")
+    back_config, back = hf.load_checkpoint(tmp_path / "theirs")
+    assert back_config == config
+    assert_equal_bits(back, params)
+
+
+def shardings_of(config, devices):
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+    specs = {1: (), 2: ("tensor", "fsdp"), 3: (None, "fsdp", "tensor")}
+
+    def place(shape):
+        rank = len(shape)
+        divisible = rank > 1 and all(n % 2 == 0 for n in shape[-2:]) and min(shape[-2:]) > 2
+        return NamedSharding(mesh, PartitionSpec(*specs[rank]) if divisible else PartitionSpec())
+
+    shapes = transformer.param_shapes(config)
+    return jax.tree.map(place, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_each_device_reads_its_own_slices(family, tmp_path, monkeypatch):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    config, params = CONFIGS[family], make_params(CONFIGS[family])
+    hf.save_checkpoint(tmp_path / "a", config, params, dtype="float32")
+    read = {}
+    original = hf_config.Tensor.read
+
+    def spy(self, source, index, dtype):
+        value = original(self, source, index, dtype)
+        read.setdefault(self.name, []).append(value.size)
+        return value
+
+    monkeypatch.setattr(hf_config.Tensor, "read", spy)
+    shardings = shardings_of(config, jax.devices()[:4])
+    _, loaded = hf.load_checkpoint(tmp_path / "a", shardings=shardings)
+    assert_equal_bits(loaded, params)
+    for tensor in hf_config.tensors(config):
+        sharding = hf._sharding_of(shardings, tensor.parameter)
+        parts = 1 if sharding.is_fully_replicated else 4
+        assert max(read[tensor.name]) == np.prod(tensor.shape) // parts
+    assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
+    hf.save_checkpoint(tmp_path / "b", config, loaded, dtype="float32")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_an_existing_directory_keeps_what_is_no_weight(tmp_path):
+    config, params = CONFIGS["llama"], make_params(CONFIGS["llama"])
+    hf.save_checkpoint(tmp_path / "a", config, params, dtype="float32", max_file_bytes=4000)
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    hf.save_checkpoint(tmp_path / "a", config, make_params(config, 7), dtype="float32")
+    assert sorted(files_of(tmp_path / "a")) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    _, loaded = hf.load_checkpoint(tmp_path / "a")
+    assert_equal_bits(loaded, make_params(config, 7))
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    hf.save_checkpoint(tmp_path / "m", SMALL, make_params(SMALL), dtype="float32")
+    return tmp_path / "m"
+
+
+def edit_config(path, **fields):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def edit_tensors(path, change):
+    tensors = safetensors.numpy.load_file(path / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"model_type": "mamba"},
+            "unknown architecture 'mamba'; known are qwen2, qwen3, llama, qwen3_5_text",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "mrope_section"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"head_dim": None}, "head_dim"),
+        ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
+        ({"intermediate_size": 25}, r"gate_proj.weight .* \(24, 16\), .* \(25, 16\)"),
+        ({"num_hidden_layers": 3}, r"missing \['model.layers.2.input_layernorm.weight'.* more"),
+        ({"num_hidden_layers": 1}, r"unexpected \['model.layers.1"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_before_anything_is_read(
+    saved, fields, message, monkeypatch
+):
+    monkeypatch.setattr(hf_config.Tensor, "read", None)
+    edit_config(saved, **fields)
+    with pytest.raises(ValueError, match=message):
+        hf.load_checkpoint(saved)
+
+
+def test_missing_extra_and_tied_tensors(saved):
+    edit_tensors(saved, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    hf.load_checkpoint(saved)  # a tied copy is tolerated
+    edit_tensors(saved, lambda t: t.update({"visual.patch": np.zeros(2, np.float32)}))
+    with pytest.raises(ValueError, match=r"missing none, unexpected \['visual.patch'\]"):
+        hf.load_checkpoint(saved)
+    edit_tensors(saved, lambda t: t.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"missing \['model.norm.weight'\]"):
+        hf.load_checkpoint(saved)
+
+
+def test_damaged_files(saved, tmp_path):
+    with pytest.raises(ValueError, match="unknown dtype 'int8'.*bfloat16"):
+        hf.load_checkpoint(saved, dtype="int8")
+    with pytest.raises(ValueError, match="unknown dtype 'fp32'"):
+        hf.save_checkpoint(tmp_path / "x", SMALL, make_params(SMALL), dtype="fp32")
+    file = saved / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match="cut or damaged"):
+        hf.load_checkpoint(saved)
+    file.unlink()
+    with pytest.raises(ValueError, match="no model.safetensors"):
+        hf.load_checkpoint(saved)
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read .*config.json"):
+        hf.load_checkpoint(saved)
+    with pytest.raises(ValueError, match="no config.json"):
+        hf.load_checkpoint(tmp_path / "nowhere")
+    bad = make_params(SMALL) | {"extra": np.zeros(1)}
+    with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
+        hf.save_checkpoint(tmp_path / "x", SMALL, bad, dtype="float32")
+    assert not (tmp_path / "x").exists()
+
+
+def test_tokenizer_and_weights_must_fit():
+    class Chat:
+        vocab_size = 49
+
+    with pytest.raises(ValueError, match="ids up to 48, but the model has only 48"):
+        hf.check_vocabulary(Chat(), SMALL)
+    Chat.vocab_size = 40
+    hf.check_vocabulary(Chat(), SMALL)
