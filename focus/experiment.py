@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from focus.learner.critic import CriticOptions
 from focus.learner.losses import PolicyLossConfig
 from focus.learner.state import OptimizerConfig
 from focus.learner.update import UpdateConfig
+from focus.policy import hf
 from focus.policy import model as models
 from focus.policy.tokens import Chat
 from focus.rollout import (
@@ -69,6 +71,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         )
     if c.steps < 1:
         raise ValueError(f"steps must be >= 1, got {c.steps}")
+    model_config(c)
     if c.model.max_context > c.learner.row_length:
         raise ValueError(
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
@@ -116,9 +119,21 @@ def make_env(c: ml_collections.ConfigDict) -> Environment:
 
 
 def model_config(c: ml_collections.ConfigDict) -> models.Config:
-    """Shape of the policy; `model.family` is "dense" where it is not given."""
+    """Shape of the policy; `model.family` is "dense" where it is not given.
+
+    With `model.path` the directory says what the model is, and the config how it is run.
+    """
     options = c.model.to_dict()
     options.pop("chat_format")
+    path = options.pop("path", "")
+    if path:
+        model = hf.read_config(path)
+        if options["max_context"] > model.max_context:
+            raise ValueError(
+                f"model.max_context {options['max_context']} is more than the "
+                f"{model.max_context} that the model in {path} was made for; lower it"
+            )
+        return dataclasses.replace(model, **options)
     return models.make_config(options.pop("family", "dense"), **options)
 
 
@@ -159,7 +174,7 @@ def make_agent(
 def critic_config(c: ml_collections.ConfigDict) -> CriticConfig:
     """Shape of the critic."""
     return CriticConfig(
-        feature_dim=c.model.d_model,
+        feature_dim=model_config(c).d_model,
         num_members=c.critic.members,
         hidden_dim=c.critic.width,
         prior_scale=c.critic.prior_scale,

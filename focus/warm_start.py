@@ -36,6 +36,7 @@ from focus.learner.update import (
     make_supervised_update,
     policy_model,
 )
+from focus.policy import hf
 from focus.policy import model as models
 from focus.policy.tokens import CHAT_FORMATS, Chat, train_tokenizer
 from focus.tasks import scripted
@@ -101,7 +102,7 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
 
 
 def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStart:
-    """The warm start of a config, from the cache if it is there.
+    """The warm start of a config, from the cache if it is there; or the model of `model.path`.
 
     Args:
       config: of the run.
@@ -111,8 +112,10 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
       WarmStart.
 
     Raises:
-      ValueError: the task has no scripted agent, or the cached files are damaged.
+      ValueError: the task has no scripted agent, or files are missing or damaged.
     """
+    if config.model.get("path"):
+        return _from_directory(config)
     directory = experiment.cache_dir(config) / "warm_start" / fingerprint(config)
     if all(hosts.gather(directory.is_dir())):  # else all processes make it together
         chat, params = _read(directory, config)
@@ -132,6 +135,14 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
     except OSError:  # another run or process was faster; both made the same
         shutil.rmtree(partial)
     return WarmStart(chat, params, directory, made=True)
+
+
+def _from_directory(config: ml_collections.ConfigDict) -> WarmStart:
+    path = Path(config.model.path)
+    chat = Chat.load(path, CHAT_FORMATS[config.model.chat_format])
+    chat.check_model(experiment.model_config(config).vocab_size)
+    _, params = hf.load_checkpoint(path)  # float32, whatever is computed in
+    return WarmStart(chat, jax.device_get(params), path, made=False)
 
 
 def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]:

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,8 @@ import pytest
 import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from focus.policy import hf, hf_config, transformer
+from focus.policy import hf, hf_config, qwen3_5, transformer
+from focus.policy import model as models
 from focus.policy.transformer import ModelConfig
 
 SMALL = ModelConfig(
@@ -30,15 +35,34 @@ CONFIGS = {
     "llama3": dataclasses.replace(
         SMALL, qk_norm=False, rope_theta=1e4, rope_llama3=(8.0, 1.0, 4.0, 16)
     ),
+    "qwen3_5": qwen3_5.Qwen3_5Config(
+        vocab_size=48,
+        d_model=16,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        d_ff=24,
+        max_context=64,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_dim=4,
+        linear_value_dim=4,
+    ),
 }
 each_family = pytest.mark.parametrize("family", sorted(CONFIGS))
 
 
 def make_params(config, seed=0):
-    params = transformer.init_params(config, jax.random.key(seed))
-    keys = iter(jax.random.split(jax.random.key(seed + 1), 64))
-    # Norms and biases too: a tensor that is lost must show.
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
+    """Of a usual size, norms and biases random too: a tensor that is lost must show."""
+    rng = np.random.default_rng(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(
+        lambda shape: jnp.asarray(0.3 * rng.standard_normal(shape, np.float32)),
+        models.param_shapes(config),
+        is_leaf=is_shape,
+    )
 
 
 def assert_equal_bits(a, b):
@@ -82,8 +106,8 @@ def test_transformers_reads_our_export_and_agrees(family, tmp_path):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 40))
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
-    hidden = transformer.hidden_states(config, params, jnp.asarray(tokens, jnp.int32))
-    ours = transformer.unembed(config, params, hidden)
+    hidden = models.hidden_states(config, params, jnp.asarray(tokens, jnp.int32))
+    ours = models.unembed(config, params, hidden)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
     model.save_pretrained(tmp_path / "theirs")
@@ -107,10 +131,8 @@ def shardings_of(config, devices):
     return jax.tree.map(place, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_each_device_reads_its_own_slices(family, tmp_path, monkeypatch):
-    if len(jax.devices()) < 4:
-        pytest.skip("needs four devices")
+def check_slices(family, tmp_path):
+    """Loads onto four devices and counts what each of them reads; runs in its own process."""
     config, params = CONFIGS[family], make_params(CONFIGS[family])
     hf.save_checkpoint(tmp_path / "a", config, params, dtype="float32")
     read = {}
@@ -121,7 +143,7 @@ def test_each_device_reads_its_own_slices(family, tmp_path, monkeypatch):
         read.setdefault(self.name, []).append(value.size)
         return value
 
-    monkeypatch.setattr(hf_config.Tensor, "read", spy)
+    hf_config.Tensor.read = spy
     shardings = shardings_of(config, jax.devices()[:4])
     _, loaded = hf.load_checkpoint(tmp_path / "a", shardings=shardings)
     assert_equal_bits(loaded, params)
@@ -132,6 +154,24 @@ def test_each_device_reads_its_own_slices(family, tmp_path, monkeypatch):
     assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
     hf.save_checkpoint(tmp_path / "b", config, loaded, dtype="float32")
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_each_device_reads_its_own_slices(tmp_path):
+    tests = Path(__file__).parent
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
+    }
+    program = (
+        "import pathlib, sys, test_hf\n"
+        "for family in ('qwen2', 'llama'):\n"
+        "    test_hf.check_slices(family, pathlib.Path(sys.argv[1]) / family)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_an_existing_directory_keeps_what_is_no_weight(tmp_path):
@@ -171,7 +211,7 @@ def edit_tensors(path, change):
     [
         (
             {"model_type": "mamba"},
-            "unknown architecture 'mamba'; known are qwen2, qwen3, llama, qwen3_5_text",
+            "unknown architecture 'mamba'; known are qwen2, qwen3, llama, qwen3_5_text, qwen3_5",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -180,7 +220,17 @@ def edit_tensors(path, change):
         ({"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "mrope_section"),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"model_type": "qwen3_5_text", "quantization_config": {"bits": 4}}, "quantised"),
+        (
+            {"model_type": "qwen3_5", "text_config": {"quantization_config": {"bits": 4}}},
+            "quantised",
+        ),
         ({"head_dim": None}, "head_dim"),
+        ({"num_key_value_heads": None}, "lacks num_key_value_heads"),
+        (
+            {"model_type": "qwen2", "num_key_value_heads": None},
+            "lacks num_key_value_heads",
+        ),
         ({"hidden_size": None}, r"lacks \['hidden_size'\]"),
         ({"intermediate_size": 25}, r"gate_proj.weight .* \(24, 16\), .* \(25, 16\)"),
         ({"num_hidden_layers": 3}, r"missing \['model.layers.2.input_layernorm.weight'.* more"),
@@ -194,6 +244,36 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_read(
     edit_config(saved, **fields)
     with pytest.raises(ValueError, match=message):
         hf.load_checkpoint(saved)
+
+
+def test_a_text_model_beside_a_vision_tower(tmp_path):
+    config, params = CONFIGS["qwen3_5"], make_params(CONFIGS["qwen3_5"])
+    hf.save_checkpoint(tmp_path, config, params, dtype="float32")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    nested = {"model_type": "qwen3_5", "text_config": fields}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+
+    def nest(tensors):
+        for name in [n for n in tensors if n.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+        tensors["model.visual.patch_embed.proj.weight"] = np.zeros(2, np.float32)
+        tensors["mtp.fc.weight"] = np.zeros(2, np.float32)
+
+    edit_tensors(tmp_path, nest)
+    loaded_config, loaded = hf.load_checkpoint(tmp_path)
+    assert loaded_config == config
+    assert_equal_bits(loaded, params)
+    twice = {"model.norm.weight": np.ones(16, np.float32)}
+    edit_tensors(tmp_path, lambda t: t.update(twice))
+    with pytest.raises(ValueError, match="holds model.norm.weight twice"):
+        hf.load_checkpoint(tmp_path)
+
+
+def test_llama_without_grouped_heads_needs_no_field_for_them(tmp_path):
+    config = dataclasses.replace(CONFIGS["llama"], num_kv_heads=4)
+    hf.save_checkpoint(tmp_path, config, make_params(config), dtype="float32")
+    edit_config(tmp_path, num_key_value_heads=None)
+    assert hf.read_config(tmp_path) == config
 
 
 def test_missing_extra_and_tied_tensors(saved):

@@ -26,6 +26,7 @@ MAINS = (
     "benchmark",
     "benchmark_engine",
     "compile_tpu",
+    "convert_gguf",
     "plan",
 )
 # Where the name that is imported is not the name that is installed.
@@ -169,6 +170,7 @@ def test_every_main_prints_its_usage():
         "benchmark": ("usage:", "--against", "--model-path"),
         "benchmark_engine": ("usage:", "--agents"),
         "compile_tpu": ("--config", "--topology"),
+        "convert_gguf": ("--package", "--out"),
         "plan": ("--config",),
     }
     for name, process in started.items():

@@ -183,8 +183,11 @@ def _dense_from_json(fields: Mapping[str, Any]) -> ModelConfig:
         "max_position_embeddings",
         "rms_norm_eps",
     )
-    default = {"num_key_value_heads": heads} if model_type == "llama" else {}
-    (kv_heads,) = _require(default | dict(fields), "num_key_value_heads")
+    kv_heads = fields.get("num_key_value_heads")
+    if kv_heads is None and model_type == "llama":
+        kv_heads = heads  # files older than grouped heads
+    elif kv_heads is None:
+        raise ValueError("config.json lacks num_key_value_heads; export the model again")
     if fields.get("head_dim") is None and model_type == "qwen3":
         raise ValueError("config.json lacks head_dim, which Qwen3 does not derive from its width")
     theta, scaling = _rope(fields)

