@@ -243,7 +243,7 @@ def third_party_imports(path: Path) -> dict[str, bool]:
         child
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+        or isinstance(node, ast.Try)  # says which extra to install
         for child in ast.walk(node)
     }
     found: dict[str, bool] = {}
