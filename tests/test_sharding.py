@@ -274,7 +274,7 @@ def test_one_device_and_eight_give_the_same_losses_and_gradients():
     check_shapes("qwen2", [(8, 1, 1, 1), (1, 2, 2, 2), (2, 4, 1, 1)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_mesh_of_eight_devices_gives_the_same_losses_and_gradients(family):
     assert len(SHAPES) == 20

