@@ -4,7 +4,6 @@
 
 The argument names the policy: qwen3_8b or qwen3_32b. Parameters and optimiser moments are float32
 and cut over the whole slice; matrix products, activations and gathered weights are bfloat16.
-Reports of what the compiler makes of it are in docs/.
 """
 
 import ml_collections
