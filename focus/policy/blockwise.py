@@ -223,11 +223,7 @@ def _forward(scale, block, q, k, v, query_node, key_node, visible_until, offset)
         out, log_total, running = carry
         largest, total, mixed = jax.tree.map(
             lambda new, old: jnp.where(j == 0, new, old),
-            (
-                jnp.full((batch, heads, block, 1), _MASKED, jnp.float32),
-                jnp.zeros((batch, heads, block, 1), jnp.float32),
-                jnp.zeros((batch, heads, block, head_dim), jnp.float32),
-            ),
+            empty,
             running,
         )
         mask = _mask(query_node, key_node, visible_until, i, j, block, offset)
@@ -245,12 +241,12 @@ def _forward(scale, block, q, k, v, query_node, key_node, visible_until, offset)
         return out, log_total, (new_largest, total, mixed)
 
     shape = (batch, heads, block)
-    running = (
+    empty = (
         jnp.full((*shape, 1), _MASKED, jnp.float32),
         jnp.zeros((*shape, 1), jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    start = (jnp.zeros_like(q), jnp.zeros((batch, heads, length, 1), jnp.float32), running)
+    start = (jnp.zeros_like(q), jnp.zeros((batch, heads, length, 1), jnp.float32), empty)
     out, log_total, _ = _visit_pairs(
         visit, start, length // block, k.shape[2] // block, block, offset
     )

@@ -102,6 +102,17 @@ def swiglu(layer: dict[str, Array], h: Array) -> Array:
     return project(gate * project(h, layer["up_proj"]), layer["down_proj"])
 
 
+@jax.vmap
+def write_cache(old: Array, new: Array, at: Array) -> Array:
+    """Puts [B, kv_heads, C, D] into [B, kv_heads, length, D] from index `at` [B] on."""
+    return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, at, 0))
+
+
+def unembedding(config: Any, params: dict[str, Array]) -> Array:
+    """[V, H] matrix from hidden states to logits."""
+    return params["embed"] if config.tie_embeddings else params["lm_head"]
+
+
 def unembed(matrix: Array, hidden: Array) -> Array:
     """[..., H] hidden states and [V, H] to [..., V] float32 logits."""
     flat = hidden.reshape(-1, hidden.shape[-1])

@@ -87,7 +87,7 @@ def hidden_states(config: Config, params: Params, tokens: Array, **packing: Any)
 
 def unembedding(config: Config, params: Params) -> Array:
     """[V, H] matrix from hidden states to logits."""
-    return module_of(config).unembedding(config, params)
+    return layers.unembedding(config, params)
 
 
 def unembed(config: Config, params: Params, hidden: Array) -> Array:

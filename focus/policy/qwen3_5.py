@@ -359,11 +359,6 @@ def hidden_states(
     return _norm(x, params["final_norm"], config.rms_eps)
 
 
-def unembedding(config: Qwen3_5Config, params: Params) -> Array:
-    """[V, H] matrix from hidden states to logits."""
-    return params["embed"] if config.tie_embeddings else params["lm_head"]
-
-
 # --- decoding ------------------------------------------------------------------------------------
 
 
@@ -440,9 +435,6 @@ def extend(
         positions, layers.inverse_frequencies(config.rotary_dim, config.rope_theta)
     )
     mask = jnp.arange(cache.k[0].shape[2]) <= positions[:, :, None]
-    write = jax.vmap(
-        lambda old, new, at: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, at, 0))
-    )
     x = params["embed"].astype(config.dtype)[tokens]
     keys, values, delta = [], [], []
     for i, layer in enumerate(layer_params):
@@ -452,8 +444,8 @@ def extend(
             delta.append(state)
         else:
             q, gate, k, v = _qkv(config, layer, x, cos, sin)
-            keys.append(write(cache.k[len(keys)], k, lengths))
-            values.append(write(cache.v[len(values)], v, lengths))
+            keys.append(layers.write_cache(cache.k[len(keys)], k, lengths))
+            values.append(layers.write_cache(cache.v[len(values)], v, lengths))
             attended = attention.attend(q, keys[-1], values[-1], mask, config.head_dim**-0.5)
             x = _finish_attention(layer, x, attended, gate)
         x = _feed_forward(config, layer, x)

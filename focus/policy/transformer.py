@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from focus.policy import attention, layers
-from focus.policy.layers import project, rms_norm, rotary, rotate
+from focus.policy.layers import project, rms_norm, rotary, rotate, unembedding, write_cache
 from focus.policy.placement import constrain_tokens
 
 Array = jax.Array
@@ -187,11 +187,6 @@ def hidden_states(
     return rms_norm(x, params["final_norm"], config.rms_eps)
 
 
-def unembedding(config: ModelConfig, params: Params) -> Array:
-    """[V, H] matrix from hidden states to logits."""
-    return params["embed"] if config.tie_embeddings else params["lm_head"]
-
-
 def unembed(config: ModelConfig, params: Params, hidden: Array) -> Array:
     """[..., H] hidden states to [..., V] float32 logits."""
     return layers.unembed(unembedding(config, params), hidden)
@@ -254,14 +249,11 @@ def extend(
     positions = lengths[:, None] + jnp.arange(count)
     cos, sin = rotary(positions, _frequency(config))
     mask = jnp.arange(cache.k[0].shape[2]) <= positions[:, :, None]
-    write = jax.vmap(
-        lambda old, new, at: jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, at, 0))
-    )
     x = params["embed"].astype(config.dtype)[tokens]
     keys, values = [], []
     for layer, k_cache, v_cache in zip(layers, cache.k, cache.v):
         q, k, v = _qkv(config, layer, x, cos, sin)
-        k_cache, v_cache = write(k_cache, k, lengths), write(v_cache, v, lengths)
+        k_cache, v_cache = write_cache(k_cache, k, lengths), write_cache(v_cache, v, lengths)
         attended = attention.attend(q, k_cache, v_cache, mask, config.head_dim**-0.5)
         x = _finish_layer(config, layer, x, attended)
         keys.append(k_cache)
