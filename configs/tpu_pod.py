@@ -1,9 +1,10 @@
 """Full-size policies on TPU slices, with rows of 16K tokens.
 
-    python scripts/compile_tpu.py --config configs/tpu_pod.py:qwen3_8b --topology v5p:4x4x4
+    python scripts/compile_tpu.py --config configs/tpu_pod.py:qwen3_5_9b --topology v5p:4x4x4
 
-The argument names the policy: qwen3_8b or qwen3_32b. Parameters and optimiser moments are float32
-and cut over the whole slice; matrix products, activations and gathered weights are bfloat16.
+The argument names the policy and, where it matters, the chips that it is laid out for: see
+`PRESETS`. Parameters and optimiser moments are float32 and cut over the whole slice; matrix
+products, activations and gathered weights are bfloat16.
 """
 
 import ml_collections
@@ -36,13 +37,41 @@ MODELS = {
         "qk_norm": True,
         "tie_embeddings": False,
     },
+    "qwen3_5_9b": {
+        "family": "hybrid",
+        "vocab_size": 248320,
+        "d_model": 4096,
+        "num_layers": 32,
+        "num_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "d_ff": 12288,
+        "rope_theta": 1e7,
+        "tie_embeddings": False,
+        "full_attention_interval": 4,
+        "rotary_fraction": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_dim": 128,
+        "linear_value_dim": 128,
+        "conv_width": 4,
+    },
+}
+
+# name -> (model, slice, rows of a micro-batch, what the backward pass finds ready)
+PRESETS = {
+    "qwen3_8b": ("qwen3_8b", "v5p:4x4x4", 64, "full"),
+    "qwen3_32b": ("qwen3_32b", "v5p:4x4x8", 128, "full"),
+    "qwen3_5_9b": ("qwen3_5_9b", "v5p:4x4x4", 64, "full"),
+    "qwen3_5_9b_v5e": ("qwen3_5_9b", "v5e:8x8", 64, "full"),
 }
 
 
-def get_config(model: str = "qwen3_8b") -> ml_collections.ConfigDict:
-    """The configuration of `model`; keys that are not set here are those of the quickstart."""
-    if model not in MODELS:
-        raise ValueError(f"unknown model {model!r}: choose one of {', '.join(MODELS)}")
+def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
+    """The configuration of `preset`; keys that are not set here are those of the quickstart."""
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
+    model, _, micro_rows, remat = PRESETS[preset]
     c = quickstart.get_config("focus")
     c.budget = 2_000_000
     c.task.max_turns = 30
@@ -51,7 +80,7 @@ def get_config(model: str = "qwen3_8b") -> ml_collections.ConfigDict:
         | {
             "max_context": 16384,
             "dtype": "bfloat16",
-            "remat": "full",
+            "remat": remat,
             "attention": "splash",
             "scan_unroll": 1,
             "chat_format": "qwen",
@@ -71,7 +100,7 @@ def get_config(model: str = "qwen3_8b") -> ml_collections.ConfigDict:
         learning_rate=1e-6,
         warmup_steps=10,
         minibatches=2,
-        micro_rows=64,
+        micro_rows=micro_rows,
         row_length=16384,
         max_nodes=32,
         max_states=128,

@@ -17,6 +17,7 @@ from ml_collections import config_flags
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run: FILE or FILE:ARGUMENT.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "Chips, such as v5p:4x4x4 or v5e:8x8.")
 _PROGRAMS = flags.DEFINE_list("programs", [], "Only these: gradient, optimizer, score, critic.")
+_CACHE = flags.DEFINE_string("cache", None, "Directory for compiled programs, to read them again.")
 _JSON = flags.DEFINE_string("json", None, "File for all figures.")
 _MARKDOWN = flags.DEFINE_string("markdown", None, "File for the tables.")
 flags.mark_flags_as_required(["config", "topology"])
@@ -36,6 +37,7 @@ def main(argv):
             _TOPOLOGY.value,
             name=Path(name).stem if ":" not in name else name.rsplit(":", 1)[1],
             only=_PROGRAMS.value,
+            cache=Path(_CACHE.value) if _CACHE.value else None,
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except ValueError as error:

@@ -27,7 +27,7 @@ class Chip:
       hbm_bytes_per_s: its bandwidth.
       link_bytes_per_s: bandwidth of one interconnect link in one direction.
       wrap: chips along an axis of a slice from which on its ends are joined to a ring.
-      hosts_chips: chips of one host.
+      slices: shapes that are offered, smallest first; larger ones exist.
     """
 
     name: str
@@ -36,16 +36,19 @@ class Chip:
     hbm_bytes_per_s: float
     link_bytes_per_s: float
     wrap: int
-    hosts_chips: int = 4
+    slices: tuple[str, ...] = ()
 
+
+_SLICES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SLICES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
 
 TPUS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 32 * GIB, 1228e9, 50e9, wrap=4),
-        Chip("v5e", 197e12, 16 * GIB, 819e9, 50e9, wrap=16, hosts_chips=8),
-        Chip("v5p", 459e12, 95 * GIB, 2765e9, 100e9, wrap=4),
-        Chip("v6e", 918e12, 32 * GIB, 1640e9, 100e9, wrap=16, hosts_chips=8),
+        Chip("v4", 275e12, 32 * GIB, 1228e9, 50e9, wrap=4, slices=_SLICES_3D),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 50e9, wrap=16, slices=_SLICES_2D),
+        Chip("v5p", 459e12, 95 * GIB, 2765e9, 100e9, wrap=4, slices=_SLICES_3D),
+        Chip("v6e", 918e12, 32 * GIB, 1640e9, 100e9, wrap=16, slices=_SLICES_2D),
     )
 }
 

@@ -8,7 +8,11 @@ critic, with their shardings, on arrays that have a shape and a place but no con
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import re
@@ -290,20 +294,8 @@ def _evidence_rows(c: ml_collections.ConfigDict, rows: packing.Rows, mesh: Mesh)
     return _on_rows(EvidenceRows(rows, evidence), mesh)
 
 
-def compile_program(program: Program, hbm_bytes: float) -> Compiled:
-    """Compiles a program and reads what became of it.
-
-    Args:
-      program: to compile.
-      hbm_bytes: memory of a chip.
-
-    Returns:
-      Its memory, traffic and collectives.
-
-    Raises:
-      DoesNotFit: it needs more memory than there is, alone or beside what stays there.
-    """
-    lowered = program.lower()
+def _compile(name: str, lowered: Any) -> tuple[str, dict[str, int]]:
+    """Optimised text of a program, and the compiler's own count of its memory."""
     with tempfile.TemporaryDirectory() as directory:
         # The dump, because the text of a compiled TPU program cannot always be asked for.
         options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
@@ -312,16 +304,57 @@ def compile_program(program: Program, hbm_bytes: float) -> Compiled:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            reason = next((x for x in str(error).splitlines() if "hbm" in x.lower()), str(error))
-            raise DoesNotFit(f"{program.name} does not fit: {reason.strip()}") from error
+            raise DoesNotFit(f"{name} does not fit: {error}") from error
         text = next(Path(directory).glob("*after_optimizations.txt")).read_text()
-    module = hlo.parse(text)
     memory = compiled.memory_analysis()
+    sizes = {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+    return text, sizes
+
+
+def _kept(lowered: Any, cache: Path) -> Path:
+    """File of a compiled program; another program or compiler has another one."""
+    versions = [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+    key = "\n".join([*versions, lowered.as_text()])
+    return cache / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.gz"
+
+
+def _compile_or_read(name: str, lowered: Any, cache: Path | None) -> tuple[str, dict[str, int]]:
+    path = None if cache is None else _kept(lowered, cache)
+    if path is not None and path.exists():
+        sizes, text = gzip.decompress(path.read_bytes()).decode().split("\n", 1)
+        return text, json.loads(sizes)
+    text, sizes = _compile(name, lowered)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(gzip.compress(f"{json.dumps(sizes)}\n{text}".encode()))
+        part.rename(path)
+    return text, sizes
+
+
+def compile_program(program: Program, hbm_bytes: float, cache: Path | None = None) -> Compiled:
+    """Compiles a program and reads what became of it.
+
+    Args:
+      program: to compile.
+      hbm_bytes: memory of a chip.
+      cache: directory of programs that were compiled before for these chips, None for none.
+
+    Returns:
+      Its memory, traffic and collectives.
+
+    Raises:
+      DoesNotFit: it needs more memory than there is, alone or beside what stays there.
+    """
+    text, sizes = _compile_or_read(program.name, program.lower(), cache)
+    module = hlo.parse(text)
     result = Compiled(
         program=program,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
+        **sizes,
         hbm_bytes=hlo.hbm_bytes(module),
         collectives=tuple(hlo.collectives(module)),
         unknown_loops=hlo.unknown_loops(module),

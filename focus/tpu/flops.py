@@ -7,14 +7,22 @@ attention heads of width D in each of its A attention layers, vocabulary V and w
     attention    4 A H D c       c: tokens that it attends to, itself included
     unembedding  2 V M
 
-In a row of L tokens c is (L + 1) / 2 on average; a backend that computes masked pairs as well
-spends c = L. A gated delta layer has no c: with Hv heads, keys of width K and values of width W
-the recurrence takes 6 Hv K W. Products inside of chunks, which is how rows are computed, come on
-top of it and are not counted: less than a hundredth of a 9B model.
+In a row of L tokens c is (L + 1) / 2 on average. A backend that computes masked pairs as well
+spends c = L, one that passes over masked blocks of N tokens c = (L + N) / 2.
+
+A gated delta layer has no c. With H heads of values, keys of width K and values of width W the
+recurrence takes for every head and token three products of a vector with the memory,
+
+    recurrence   6 H K W
+
+Rows are computed in chunks of C tokens, in which that is joined by scores and corrections between
+the tokens of a chunk, and by the inverse of a triangular matrix in 2 (log2(C) - 1) products:
+
+    chunks       H (6 K W + 4 C (K + W) + 4 C^2 (log2(C) - 1))
 
 *Model* FLOPs are what the mathematics needs: c = (L + 1) / 2, the recurrence, and a backward pass
 of twice the forward. They are what MFU counts. *Hardware* FLOPs are what is executed on top of
-it: masked pairs, logits that are computed again, attention weights that are computed
+it: masked pairs, chunks, logits that are computed again, attention weights that are computed
 again by a kernel which does not keep them, and the forward pass of rematerialised layers.
 """
 
@@ -26,15 +34,20 @@ from typing import Any
 
 import jax
 
+from focus.policy import blockwise, gated_delta, qwen3_5, splash, transformer
 from focus.policy import model as models
-from focus.policy import qwen3_5, transformer
 
 # Matrix products of a backward pass through attention, in units of the forward's two: dv, dp, dq
 # and dk; a kernel that keeps no weights computes q k^T again, and splash does so in each of its two
 # kernels, with dp.
 _BACKWARD_PRODUCTS = {"plain": 4, "blockwise": 5, "allgather": 5, "splash": 7}
-# These skip what the causal mask hides; the others compute every pair.
-_SKIPS_MASKED = ("blockwise", "splash")
+# Tokens of a block, of those that pass over blocks which the causal mask hides.
+_BLOCK = {"blockwise": blockwise.BLOCK, "splash": splash.BLOCK}
+
+
+def _last_products(config: Any) -> int:
+    """Weights of the matrices whose product ends a layer."""
+    return config.num_layers * config.d_ff * config.d_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +56,20 @@ class Flops:
 
     Attributes:
       layers: products with the weights of the layers.
-      attention: products of attention, and the scan of recurrent layers.
+      attention: products of queries with keys, and of weights with values.
+      recurrence: products with and for the memories of recurrent layers.
       unembedding: logits.
     """
 
     layers: float
     attention: float
+    recurrence: float
     unembedding: float
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.layers + self.attention + self.unembedding
+        return self.layers + self.attention + self.recurrence + self.unembedding
 
 
 def _weights(params: Any) -> int:
@@ -62,6 +77,37 @@ def _weights(params: Any) -> int:
     stacked = {name: tree for name, tree in params.items() if name not in ("embed", "lm_head")}
     shapes = jax.tree.leaves(stacked, is_leaf=lambda x: isinstance(x, tuple))
     return sum(math.prod(shape) for shape in shapes if len(shape) >= 3)
+
+
+def attention_layers(config: Any) -> int:
+    """Layers whose cost grows with the context.
+
+    Raises:
+      ValueError: a family without a formula.
+    """
+    if isinstance(config, qwen3_5.Qwen3_5Config):
+        return config.num_groups
+    if isinstance(config, transformer.ModelConfig):
+        return config.num_layers
+    raise ValueError(f"no FLOP formula for {type(config).__name__}: add its family here")
+
+
+def recurrence_flops(config: Any, chunk: int = 1) -> float:
+    """FLOPs of one token with the memories of all recurrent layers, forward.
+
+    Args:
+      config: shape of the model.
+      chunk: tokens that are treated together; 1 is the recurrence itself.
+    """
+    layers = config.num_layers - attention_layers(config)
+    if not layers:
+        return 0.0
+    keys, values = config.linear_key_dim, config.linear_value_dim
+    head = 6.0 * keys * values
+    if chunk > 1:
+        inverse = 2 * (math.ceil(math.log2(chunk)) - 1)
+        head += 4.0 * chunk * (keys + values) + 2.0 * chunk**2 * inverse
+    return layers * config.linear_num_value_heads * head
 
 
 def forward_flops(config: Any, context: float) -> Flops:
@@ -77,17 +123,11 @@ def forward_flops(config: Any, context: float) -> Flops:
     Raises:
       ValueError: a family without a formula.
     """
-    if not isinstance(config, transformer.ModelConfig | qwen3_5.Qwen3_5Config):
-        raise ValueError(f"no FLOP formula for {type(config).__name__}: add its family here")
-    attention_layers, recurrent = config.num_layers, 0.0
-    if isinstance(config, qwen3_5.Qwen3_5Config):
-        attention_layers //= config.full_attention_interval
-        state = config.linear_num_value_heads * config.linear_key_dim * config.linear_value_dim
-        recurrent = 6.0 * (config.num_layers - attention_layers) * state
-    pairs = attention_layers * config.num_heads * config.head_dim
+    pairs = attention_layers(config) * config.num_heads * config.head_dim
     return Flops(
         layers=2.0 * _weights(models.param_shapes(config)),
-        attention=4.0 * pairs * context + recurrent,
+        attention=4.0 * pairs * context,
+        recurrence=recurrence_flops(config),
         unembedding=2.0 * config.vocab_size * config.d_model,
     )
 
@@ -102,9 +142,13 @@ def row_flops(config: Any, length: int) -> Flops:
     return forward_flops(config, (length + 1) / 2)
 
 
-def _executed(config: Any, length: int, backend: str) -> Flops:
+def _executed(config: Any, length: int) -> Flops:
     """What a forward pass over rows executes."""
-    return forward_flops(config, (length + 1) / 2 if backend in _SKIPS_MASKED else length)
+    block = min(_BLOCK.get(config.attention, length), length)
+    chunk = min(gated_delta.CHUNK, length)
+    return dataclasses.replace(
+        forward_flops(config, (length + block) / 2), recurrence=recurrence_flops(config, chunk)
+    )
 
 
 def score_flops(config: Any, length: int) -> tuple[float, float]:
@@ -117,7 +161,7 @@ def score_flops(config: Any, length: int) -> tuple[float, float]:
     Returns:
       `(model, hardware)`.
     """
-    executed = _executed(config, length, config.attention)
+    executed = _executed(config, length)
     return row_flops(config, length).total, executed.total
 
 
@@ -131,13 +175,20 @@ def train_flops(config: Any, length: int) -> tuple[float, float]:
     Returns:
       `(model, hardware)`.
     """
-    backend = config.attention
-    executed = _executed(config, length, backend)
-    # "dots" keeps products with weights, not attention.
-    products, attention = {"none": (3, 1), "dots": (3, 2), "full": (4, 2)}[config.remat]
+    executed = _executed(config, length)
+    # The forward pass of a layer, again: "dots" keeps products with weights, not attention and
+    # not memories; of "full" the last product is spared, because no gradient reads its result.
+    again = {
+        "none": (0.0, 0.0),
+        "dots": (0.0, 1.0),
+        "full": (executed.layers - 2.0 * _last_products(config), 1.0),
+    }
+    layers, others = again[config.remat]
     hardware = (
-        executed.layers * products
-        + executed.attention * (attention + _BACKWARD_PRODUCTS[backend] / 2)
+        3 * executed.layers
+        + layers
+        + executed.attention * (1 + others + _BACKWARD_PRODUCTS[config.attention] / 2)
+        + executed.recurrence * (3 + others)
         + executed.unembedding * 4
     )
     return 3 * row_flops(config, length).total, hardware

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_collections
@@ -22,6 +23,7 @@ def compile_config(
     *,
     name: str = "run",
     only: Sequence[str] = (),
+    cache: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Compiles the programs of a run for a slice.
@@ -31,6 +33,7 @@ def compile_config(
       topology: such as "v5p:4x4x4".
       name: of the config, for the report.
       only: names of programs; empty for all of them.
+      cache: directory in which compiled programs are kept and looked for; None for none.
       progress: called with a line per program.
 
     Returns:
@@ -48,11 +51,12 @@ def compile_config(
     if unknown:
         names = ", ".join(program.name for program in chosen)
         raise ValueError(f"no program {', '.join(sorted(unknown))}: choose among {names}")
+    kept = None if cache is None else cache / slice_.name.replace(":", "_")
     compiled = []
     for program in chosen:
         if not only or program.name in only:
             began = time.perf_counter()
-            compiled.append(compile_program(program, slice_.chip.hbm_bytes))
+            compiled.append(compile_program(program, slice_.chip.hbm_bytes, kept))
             seconds = time.perf_counter() - began
             progress(f"{program.name}: compiled in {seconds:.0f} s")
     return report(name, compiled, slice_, mesh, num_params=models.num_params(model))

@@ -1,0 +1,176 @@
+"""Memory and time of the learner by formula, for layouts that nobody has compiled.
+
+C chips are a mesh of `fsdp` x `tensor`; n_f and n_t are its sizes. A micro-batch of R rows of L
+tokens lays t = R L / n_f tokens on each group of n_t chips. With P parameters, P_1 of them in the
+largest layer, vocabulary V, width M and A layers, a chip holds, in bytes,
+
+    state        16 P / (n_f n_t)      float32 weights, two moments, a gradient; 28 with a critic
+                                       that has a backbone of its own
+    kept         2 t M A               inputs of layers, bfloat16; remat "dots" keeps what the
+                                       products of a layer give as well, 2 t O A / n_t
+    layer        8 P_1 / n_t + 2 t O / n_t x 3
+                                       weights of two layers, gathered, with their gradients; what a
+                                       layer computes, and its gradient
+    logits       6 V M / n_t + 12 min(n, t V / n_t)
+                                       the unembedding, gathered, and its float32 gradient; logits
+                                       of a chunk (`focus.policy.logprobs`: n = 2^28), thrice
+
+O is the width of what a layer's products give, together. "layer" and "logits" are not alive at the
+same time: the larger counts. The times of a micro-batch are, with `flops` as executed
+(`focus.tpu.flops`) and b_f, b_t the bandwidths of the groups' rings (`Slice.ring_bytes_per_s`),
+
+    compute      flops / (C F e_f)
+    weights      6 P / n_t (n_f - 1) / n_f / b_f
+                                       bfloat16, gathered forward and backward; gradients scattered
+    activations  2 t M x 4 A x (2 or 3) (n_t - 1) / n_t / b_t
+                                       a layer gathers and scatters twice forward (and again where
+                                       it is rematerialised) and backward
+
+Scoring is a forward pass: no gradient, weights gathered once. Collectives are taken not to overlap
+with arithmetic, as in `focus.tpu.report`, whose figures for compiled programs these formulas are
+held against in the tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_collections
+
+from focus import experiment
+from focus.policy import logprobs
+from focus.policy import model as models
+from focus.tpu import flops
+from focus.tpu.chips import Slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a learner lies on its chips.
+
+    Attributes:
+      slice_: the chips.
+      tensor: of each group of this many, every chip has a part of each matrix product; the rest
+        of the mesh is `fsdp`.
+      micro_rows: rows that go through the model at a time.
+    """
+
+    slice_: Slice
+    tensor: int
+    micro_rows: int
+
+    @property
+    def fsdp(self) -> int:
+        """Groups of chips, each with rows of its own."""
+        return self.slice_.num_chips // self.tensor
+
+    @property
+    def mesh(self) -> str:
+        """As written in a table."""
+        return f"fsdp {self.fsdp}" + (f" x tensor {self.tensor}" if self.tensor > 1 else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seconds:
+    """Time of one run of a program.
+
+    Attributes:
+      compute: arithmetic, at the share of the peak that is assumed.
+      collectives: waiting for other chips.
+    """
+
+    compute: float
+    collectives: float
+
+    @property
+    def total(self) -> float:
+        """One after the other."""
+        return self.compute + self.collectives
+
+
+def layout_of(config: ml_collections.ConfigDict, slice_: Slice) -> Layout:
+    """The layout that a config asks for.
+
+    Raises:
+      ValueError: its mesh does not fit the chips, or has axes that are not planned.
+    """
+    mesh, rows = config.mesh, config.learner.micro_rows
+    chips = slice_.num_chips
+    for axis in ("data", "sequence"):
+        if mesh[axis] != 1:
+            raise ValueError(
+                f"mesh.{axis}={mesh[axis]}: plans know fsdp and tensor; set mesh.{axis}=1, or "
+                "compile with scripts/compile_tpu.py and read its report"
+            )
+    tensor = chips // mesh.fsdp if mesh.tensor == -1 else mesh.tensor
+    layout = Layout(slice_, tensor, rows)
+    if layout.fsdp * tensor != chips or mesh.fsdp not in (-1, layout.fsdp):
+        raise ValueError(
+            f"mesh fsdp={mesh.fsdp} x tensor={mesh.tensor} does not make {chips} chips; set one "
+            "of them to -1"
+        )
+    if rows % layout.fsdp:
+        raise ValueError(
+            f"learner.micro_rows={rows} rows cannot be spread over {layout.fsdp} groups of chips; "
+            f"make it a multiple of {layout.fsdp}"
+        )
+    return layout
+
+
+def layouts(config: ml_collections.ConfigDict, slice_: Slice) -> Iterator[Layout]:
+    """Layouts of a slice that are worth a look: up to 8 chips to a product, up to 8 rows to a chip.
+
+    Args:
+      config: of the run; its own mesh and micro-batch are not read.
+      slice_: the chips.
+    """
+    model = experiment.model_config(config)
+    for tensor, rows in itertools.product((1, 2, 4, 8), repeat=2):
+        along_an_axis = any(size % tensor == 0 for size in slice_.shape)
+        if along_an_axis and model.num_kv_heads % tensor == 0:
+            yield Layout(slice_, tensor, rows * slice_.num_chips // tensor)
+
+
+def _stacks(model: Any) -> list[Mapping[str, tuple[int, ...]]]:
+    """Shapes of each kind of layer, stacked."""
+    return [tree for tree in models.param_shapes(model).values() if isinstance(tree, dict)]
+
+
+def _tokens(config: ml_collections.ConfigDict, layout: Layout) -> int:
+    """t."""
+    return layout.micro_rows // layout.fsdp * config.learner.row_length
+
+
+def memory_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, float]:
+    """Memory of a chip while a gradient is computed, by what takes it; see the module.
+
+    Returns:
+      "state", "kept", and the larger of "layer" and "logits".
+    """
+    model = experiment.model_config(config)
+    own = config.critic.enabled and config.critic.backbone == "own"
+    tokens, tensor = _tokens(config, layout), layout.tensor
+    outputs, largest, inside = 0.0, 0.0, 0.0
+    for stack in _stacks(model):
+        count = next(iter(stack.values()))[0]
+        widths = sum(shape[-1] for name, shape in stack.items() if "proj" in name)
+        outputs += count * widths
+        layer = 8 * sum(math.prod(shape) for shape in stack.values()) / count / tensor
+        layer += 3 * 2 * tokens * widths / tensor
+        largest = max(largest, layer)
+    kept = 2.0 * tokens * model.d_model * model.num_layers
+    if model.remat != "full":
+        kept += 2.0 * tokens * outputs / tensor
+    logits = min(logprobs.LOGITS_PER_CHUNK[model.dtype], tokens * model.vocab_size / tensor)
+    del inside
+    return {
+        "state": (28 if own else 16) * models.num_params(model) / layout.slice_.num_chips,
+        "kept": kept,
+        "layer or logits": max(
+            largest, 6 * model.vocab_size * model.d_model / tensor + 12 * logits
+        ),
+    }
