@@ -1,12 +1,20 @@
 """Compiles a run for a TPU slice without a TPU, and predicts memory, step time and MFU.
 
     pip install -e '.[tpu]'
-    python scripts/compile_tpu.py --config configs/tpu_pod.py:qwen3_8b --topology v5p:4x4x4
+    python scripts/compile_tpu.py --config configs/tpu_pod.py:qwen3_5_9b --topology v5p:4x4x4
 
-Exit code 1, with the reason, if it does not fit.
+The programs are those of the trainer: the gradient of a micro-batch, the optimiser step, the
+scoring pass and the critic, with their shardings. A large slice takes a core a quarter of an hour;
+with --cache what was compiled once is read again. Any value of the config can be given, such as
+--config.learner.micro_rows=128 or --config.mesh.tensor=2.
+
+Exit code 0 if everything fits; 1, with the reason and the way out, if a program does not fit or
+the topology, the mesh or a program's name is wrong.
 """
 
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,12 +22,20 @@ import rich.console
 from absl import app, flags
 from ml_collections import config_flags
 
+from focus.tpu.chips import TPUS
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips need not be there
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The run: FILE or FILE:ARGUMENT.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "Chips, such as v5p:4x4x4 or v5e:8x8.")
+_TOPOLOGY = flags.DEFINE_string(
+    "topology",
+    None,
+    "Chips and their shape: "
+    + "; ".join(f"{chip.name}:{', '.join(chip.slices)}" for chip in TPUS.values()),
+)
 _PROGRAMS = flags.DEFINE_list("programs", [], "Only these: gradient, optimizer, score, critic.")
-_CACHE = flags.DEFINE_string("cache", None, "Directory for compiled programs, to read them again.")
-_JSON = flags.DEFINE_string("json", None, "File for all figures.")
-_MARKDOWN = flags.DEFINE_string("markdown", None, "File for the tables.")
+_CACHE = flags.DEFINE_string("cache", None, "Directory in which compiled programs are kept.")
+_OUT = flags.DEFINE_string("out", None, "Directory for the report: tables (.md), figures (.json).")
 flags.mark_flags_as_required(["config", "topology"])
 
 
@@ -29,25 +45,28 @@ def main(argv):
     from focus.tpu.report import show, to_markdown
     from focus.tpu.run import compile_config
 
-    console = rich.console.Console()
     name = flags.FLAGS["config"].config_filename
     try:
         result = compile_config(
             _CONFIG.value,
             _TOPOLOGY.value,
-            name=Path(name).stem if ":" not in name else name.rsplit(":", 1)[1],
+            name=name.rsplit(":", 1)[1] if ":" in name else Path(name).stem,
             only=_PROGRAMS.value,
             cache=Path(_CACHE.value) if _CACHE.value else None,
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except ValueError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    show(result, console)
-    if _JSON.value:
-        Path(_JSON.value).write_text(json.dumps(result, indent=2) + "\n")
-    if _MARKDOWN.value:
-        command = f"python scripts/compile_tpu.py --config {name} --topology {_TOPOLOGY.value}"
-        Path(_MARKDOWN.value).write_text(to_markdown(result, command))
+    show(result, rich.console.Console())
+    if _OUT.value:
+        stem = Path(_OUT.value) / f"{result['config']}_{result['topology'].replace(':', '_')}"
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        command = ["python", "scripts/compile_tpu.py", "--config", name]
+        command += ["--topology", _TOPOLOGY.value]
+        values = config_flags.get_override_values(flags.FLAGS["config"])
+        command += [f"--config.{key}={value}" for key, value in values.items()]
+        stem.with_suffix(".md").write_text(to_markdown(result, shlex.join(command)))
+        stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ def test_topologies():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("v9:2x2", "v4, v5e"), ("v5e:2x2x2", "v5e:4x4"), ("v5p:4x4", "v5p:2x2x1"), ("v5e", "2 axes")],
+    [("v9:2x2", "v5e, v5p, v6e"), ("v5e:2x2x2", "v5e:4x4"), ("v5p:4x4", "v5p:2x2x1"), ("v5e", "2 axes")],
 )
 def test_a_wrong_topology_is_refused(text, message):
     with pytest.raises(ValueError, match=message):

@@ -1,11 +1,16 @@
 """Planning: the formulas, their laws, and a run on this machine held against them."""
 
 import dataclasses
+import io
+import json
+import math
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import rich.console
 
 from configs import quickstart, tpu_pod
 from focus import experiment
@@ -17,68 +22,191 @@ from focus.learner.update import (
     make_score_fn,
     policy_model,
 )
+from focus.policy import model as models
 from focus.policy import transformer
-from focus.tpu import flops, plan
-from focus.tpu.chips import GPUS, TPUS, Chip
+from focus.tpu import estimate, flops, plan
+from focus.tpu.chips import GPUS, TPUS, Chip, Slice, parse_topology
 
-CHIP, GPU = TPUS["v5p"], GPUS["H100"]
+GPU = GPUS["H100"]
+REPORTS = sorted((Path(__file__).parent.parent / "docs" / "tpu").glob("*.json"))
 
 
-def make(config=None, **options):
+def layout(config, topology="v5p:4x4x4"):
+    return estimate.layout_of(config, parse_topology(topology))
+
+
+def make(config=None, topology="v5p:4x4x4", **options):
     config = tpu_pod.get_config("qwen3_8b") if config is None else config
-    return plan.make_plan(config, CHIP, GPU, **{"chips": 64} | options)
+    return plan.make_plan(config, layout(config, topology), GPU, **options)
 
 
-def test_bytes_of_a_known_model():
+def test_bytes_of_known_models():
     model = experiment.model_config(tpu_pod.get_config("qwen3_8b"))
     assert plan.weight_bytes(model) == pytest.approx(2 * 8.19e9, rel=0.01)
     assert plan.kv_bytes(model) == 2 * 36 * 8 * 128 * 2
+    hybrid = experiment.model_config(tpu_pod.get_config("qwen3_5_9b"))
+    assert plan.weight_bytes(hybrid) == pytest.approx(2 * 8.95e9, rel=0.01)
+    assert plan.kv_bytes(hybrid) == 2 * 8 * 4 * 256 * 2  # eight layers of attention
 
 
-def test_the_update_takes_what_the_compile_reports_flops_say():
+# The learner's formulas.
+
+
+def test_the_update_takes_what_is_executed():
     config = tpu_pod.get_config("qwen3_8b")
-    result = make(config)
-    model = experiment.model_config(config)
+    model, chips = experiment.model_config(config), layout(config)
     hardware = flops.train_flops(model, config.learner.row_length)[1]
+    run = estimate.run_seconds(config, chips, 0.6)
+    rate = 64 * TPUS["v5p"].flops_per_s * 0.6
+    assert run["gradient"].compute == pytest.approx(2**20 * hardware / rate)
     # Two minibatches of whole micro-batches of 2^20 tokens.
-    tokens = 2 * -(-result.row_tokens // 2**21) * 2**20
-    expected = tokens * hardware / (64 * CHIP.flops_per_s * 0.6)
-    assert result.seconds["update"] == pytest.approx(expected)
+    micro_batches = 2 * -(-plan.row_tokens(config, plan.Assumptions()) // 2**21)
+    assert make(config).seconds["update"] == pytest.approx(
+        micro_batches * run["gradient"].total + 2 * run["optimizer"].total
+    )
+
+
+def test_collectives_of_a_mesh():
+    config = tpu_pod.get_config("qwen3_8b")
+    slice_ = parse_topology("v5p:4x4x4")
+    whole, halves = (
+        estimate.run_seconds(config, estimate.Layout(slice_, tensor, 64), 1.0)
+        for tensor in (1, 2)
+    )
+    # Three closed rings bring in the weights: twice for the products, and their gradients go out.
+    weights = 2 * models.num_params(experiment.model_config(config))
+    assert whole["gradient"].collectives == pytest.approx(
+        3 * weights * 63 / 64 / (6 * slice_.chip.link_bytes_per_s)
+    )
+    # A layer of two chips: each gathers the other's half of the activations four times.
+    activations = 2 * 64 / 32 * 16384 * 4096 / 2 / slice_.chip.link_bytes_per_s
+    halved = weights / 2 * 31 / 32 / (5 * slice_.chip.link_bytes_per_s)
+    assert halves["score"].collectives == pytest.approx(halved + 4 * 36 * activations)
+    assert whole["gradient"].compute == halves["gradient"].compute
+
+
+def test_what_a_chip_holds():
+    config = tpu_pod.get_config("qwen3_8b")
+    parts = estimate.memory_bytes(config, layout(config))
+    assert parts["state"] == pytest.approx(16 * 8.19e9 / 64, rel=0.01)
+    assert parts["activations"] == 2 * 16384 * 4096 * 36
+    config.model.remat = "dots"
+    outputs = 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096
+    assert estimate.memory_bytes(config, layout(config))["activations"] == pytest.approx(
+        parts["activations"] + 2 * 16384 * 36 * outputs
+    )
+    config.critic.backbone = "own"
+    assert estimate.memory_bytes(config, layout(config))["state"] == parts["state"] * 28 / 16
+
+
+def test_a_layout_that_does_not_fit_its_chips_is_refused():
+    config = tpu_pod.get_config("qwen3_8b")
+    config.learner.micro_rows = 60
+    with pytest.raises(ValueError, match="micro_rows=60 .* multiple of 64"):
+        layout(config)
+    config.mesh.fsdp = 7
+    with pytest.raises(ValueError, match="does not make 64 chips"):
+        layout(config)
+    config.mesh.sequence = 2
+    with pytest.raises(ValueError, match="set mesh.sequence=1"):
+        layout(config)
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.stem)
+def test_formulas_agree_with_compiled_programs(path):
+    """Within a factor of 1.5 for memory and 2 for collectives; arithmetic is the same formula."""
+    report = json.loads(path.read_text())
+    config = tpu_pod.get_config(report["config"])
+    chips = layout(config, report["topology"])
+    assert report["mesh"] == {"data": 1, "fsdp": chips.fsdp, "tensor": chips.tensor, "sequence": 1}
+    programs = report["programs"]
+    peak = programs["gradient"]["peak_bytes"]
+    assert peak / 1.5 < estimate.peak_bytes(config, chips) < 1.5 * peak
+    for name, run in estimate.run_seconds(config, chips, 1.0).items():
+        compiled = programs[name]["time"]
+        if name == "optimizer":
+            assert run.compute == pytest.approx(compiled["memory_s"], rel=0.1)
+        else:
+            assert run.compute == pytest.approx(compiled["compute_s"])
+            assert run.collectives / 2 < compiled["collective_s"] < 2 * run.collectives
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda p: p.stem)
+def test_a_plan_from_a_report_is_near_the_one_from_formulas(path):
+    report = json.loads(path.read_text())
+    config = tpu_pod.get_config(report["config"])
+    formulas = make(config, report["topology"], servers=2)
+    compiled = make(config, report["topology"], servers=2, report=report)
+    assert compiled.learner_s == pytest.approx(formulas.learner_s, rel=0.2)
+    assert compiled.seconds["decode"] == formulas.seconds["decode"]
+
+
+def a_report(**options):
+    times = {"compute_s": 3.0, "memory_s": 1.0, "collective_s": 0.5}
+    programs = {
+        "gradient": {"time": times, "peak_bytes": 10},
+        "optimizer": {"time": times | {"compute_s": 0.0}, "peak_bytes": 10},
+        "score": {"time": times | {"compute_s": 0.6}, "peak_bytes": 20},
+    }
+    return {"topology": "v5p:4x4x4", "programs": programs} | options
 
 
 def test_a_compile_report_replaces_the_formulas():
-    config = tpu_pod.get_config("qwen3_8b")
-    programs = {
-        "gradient": {"tokens": 2**20, "time": {"total_s": 3.0}},
-        "optimizer": {"tokens": 0, "time": {"total_s": 0.1}},
-        "score": {"tokens": 2**20, "time": {"total_s": 0.7}},
-    }
-    result = make(config, report={"chips": 64, "programs": programs})
+    result = make(report=a_report())
     micro_batches = -(-result.row_tokens // 2**20)
-    assert result.seconds["score"] == pytest.approx(0.7 * micro_batches)
-    assert result.seconds["update"] == pytest.approx(3.0 * micro_batches + 0.1 * 2)
-    with pytest.raises(ValueError, match="report is of 32 chips"):
-        make(config, report={"chips": 32, "programs": programs})
+    assert result.seconds["score"] == pytest.approx(1.5 * micro_batches)  # at 0.6 of the peak
+    assert result.seconds["update"] == pytest.approx(5.5 * micro_batches + 1.5 * 2)
+    assert result.peak_bytes == 20
+
+
+def test_a_report_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="report is of v5e:8x8"):
+        make(report=a_report(topology="v5e:8x8"))
+    report = a_report()
+    del report["programs"]["score"]
+    with pytest.raises(ValueError, match="lacks score"):
+        make(report=report)
+
+
+# Both sides.
 
 
 def test_the_fewest_servers_leave_no_chip_waiting():
-    result = make()
+    result = make(topology="v5p:4x4x8", config=larger(8))
+    assert result.servers > 1
     assert result.waits[0] == "servers"
-    fewer = make(servers=result.servers - 1)
+    fewer = make(topology="v5p:4x4x8", config=larger(8), servers=result.servers - 1)
     assert fewer.waits[0] == "chips"
     assert fewer.overlapped_s > result.overlapped_s
 
 
-def test_more_of_anything_is_never_slower():
-    for option in ("chips", "servers"):
-        seconds = [make(**{"servers": 4} | {option: n}).serial_s for n in (64, 128, 256)]
-        assert seconds == sorted(seconds, reverse=True)
+def larger(factor):
+    """More tokens in a step, and 128 rows at a time."""
     config = tpu_pod.get_config("qwen3_8b")
-    config.budget *= 10
-    small, large = make(servers=4), make(config, servers=4)
-    for phase in ("decode", "prefill", "score", "update"):
+    config.budget *= factor
+    config.learner.micro_rows = 128
+    return config
+
+
+def test_where_no_number_of_servers_is_enough_few_are_asked_for():
+    config = tpu_pod.get_config("qwen3_8b")
+    config.rollout.episode_tokens = config.budget // 3  # one at a time
+    result = make(config)
+    assert result.waits[0] == "chips"
+    most = make(config, servers=plan.Assumptions().max_servers)
+    assert result.servers < 10
+    assert result.rollout_s <= 1.1 * most.rollout_s
+
+
+def test_more_of_anything_is_never_slower():
+    seconds = [make(servers=n).serial_s for n in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    small, large = make(larger(4), "v5p:4x4x8", servers=4), make(larger(40), "v5p:4x4x8", servers=4)
+    for phase in ("prefill", "score", "update"):
         assert large.seconds[phase] == pytest.approx(10 * small.seconds[phase], rel=0.06)
     assert large.seconds["push"] == small.seconds["push"]
+    # More rollouts at a time share each reading of the weights.
+    assert small.seconds["decode"] < large.seconds["decode"] < 10 * small.seconds["decode"]
 
 
 def test_decoding_is_bound_by_memory_and_large_batches_pay():
@@ -90,8 +218,19 @@ def test_decoding_is_bound_by_memory_and_large_batches_pay():
     reading = plan.weight_bytes(model) + config.model.max_context / 2 * plan.kv_bytes(model)
     per_token = reading / (8 * GPU.hbm_bytes_per_s * 0.6)
     assert alone["decode"] == pytest.approx(config.budget * per_token)
-    together, _ = plan.rollout_seconds(tpu_pod.get_config(), GPU, 1, plan.Assumptions())
+    together, _ = plan.rollout_seconds(tpu_pod.get_config("qwen3_8b"), GPU, 1, plan.Assumptions())
     assert together["decode"] < alone["decode"] / 10
+
+
+def test_rounds_of_branches_are_played_one_after_the_other():
+    config = tpu_pod.get_config("qwen3_8b")
+    config.budget //= 2
+    rollouts = config.budget / config.rollout.episode_tokens
+    _, batch = plan.rollout_seconds(config, GPU, 1, plan.Assumptions())
+    assert batch == math.ceil(rollouts / (1 + config.branching.rounds))
+    config.branching.rule = "none"
+    _, batch = plan.rollout_seconds(config, GPU, 1, plan.Assumptions())
+    assert batch == math.ceil(rollouts)
 
 
 def test_a_critic_with_a_backbone_of_its_own_costs_as_much_as_a_policy():
@@ -99,21 +238,74 @@ def test_a_critic_with_a_backbone_of_its_own_costs_as_much_as_a_policy():
     config.critic.backbone = "own"
     result = make(config)
     assert result.seconds["critic"] > config.critic.epochs * result.seconds["update"]
-    assert plan.fewest_chips(config, CHIP) > plan.fewest_chips(tpu_pod.get_config(), CHIP)
+    assert result.peak_bytes > make().peak_bytes
 
 
 def test_what_cannot_hold_the_model_is_refused():
-    with pytest.raises(ValueError, match="use at least 3"):
-        make(chips=2)
+    config = tpu_pod.get_config("qwen3_32b")
+    config.learner.micro_rows = 4
+    with pytest.raises(ValueError, match=r"v5p:2x2x1 .* needs .* for state.*use more chips"):
+        make(config, "v5p:2x2x1")
+    small = dataclasses.replace(GPU, hbm_bytes=75e9)
     with pytest.raises(ValueError, match="no room for a context of 16384"):
-        plan.make_plan(
-            tpu_pod.get_config("qwen3_32b"),
-            CHIP,
-            dataclasses.replace(GPU, hbm_bytes=75e9),
-            chips=128,
-            assumptions=plan.Assumptions(gpus_per_server=1),
-            servers=1,
-        )
+        plan.rollout_seconds(config, small, 1, plan.Assumptions(gpus_per_server=1))
+    chip = dataclasses.replace(TPUS["v5e"], slices=("2x2",))
+    with pytest.raises(ValueError, match="no slice of v5e holds the run.*2x2"):
+        plan.search(config, chip, GPU)
+
+
+# The search.
+
+
+def test_a_search_finds_the_fastest_layout_of_every_slice():
+    config = tpu_pod.get_config("qwen3_8b")
+    plans = plan.search(config, TPUS["v5p"], GPU, servers=2)
+    chips = [p.layout.slice_.num_chips for p in plans]
+    assert chips == sorted(chips) and 64 in chips
+    found = next(p for p in plans if p.layout.slice_.name == "v5p:4x4x4")
+    assert found.learner_s <= make(config, servers=2).learner_s
+    assert all(p.peak_bytes < TPUS["v5p"].hbm_bytes for p in plans)
+    # Slices that are too small for the state are left out.
+    assert plan.search(config, TPUS["v5e"], GPU)[0].layout.slice_.num_chips > 16
+
+
+def test_the_choice_is_the_fastest_that_is_not_much_dearer():
+    plans = plan.search(tpu_pod.get_config("qwen3_8b"), TPUS["v5p"], GPU)
+    cheapest = min(p.device_s for p in plans)
+    assert plan.choose(plans, 0.0).device_s == cheapest
+    chosen = plan.choose(plans, 0.25)
+    assert chosen.device_s <= 1.25 * cheapest
+    assert all(p.overlapped_s >= chosen.overlapped_s for p in plans if p.device_s <= 1.25 * cheapest)
+    fastest = min(plans, key=lambda p: p.overlapped_s)
+    assert plan.choose(plans, 1e9) is fastest
+
+
+def test_more_tokens_want_more_chips():
+    def wanted(budget):
+        config = tpu_pod.get_config("qwen3_8b")
+        config.budget = budget
+        return plan.choose(plan.search(config, TPUS["v5p"], GPU), 0.25).layout.slice_.num_chips
+
+    sizes = [wanted(budget) for budget in (100_000, 2_000_000, 40_000_000)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_the_tables_say_who_waits():
+    config = tpu_pod.get_config("qwen3_8b")
+    plans = plan.search(config, TPUS["v5p"], GPU)
+    chosen = plan.choose(plans, 0.25)
+    console = rich.console.Console(width=120, record=True, file=io.StringIO())
+    plan.show_search(plans, chosen, config.budget, GPU, console)
+    plan.show(chosen, config.budget, GPU, console)
+    text = console.export_text()
+    (marked,) = [line for line in text.splitlines() if "->" in line]
+    assert chosen.layout.slice_.name in marked and chosen.waits[0] in marked
+    for phase in chosen.seconds:
+        assert phase in text
+    assert f"the {chosen.waits[0]} wait {chosen.waits[1]:.0%}" in text.replace("\n", " ")
+
+
+# This machine.
 
 
 def test_a_measured_step():
@@ -154,6 +346,7 @@ def test_a_measured_step():
     measured = {name: min(s[1:]) for name, s in seconds.items()}
     arithmetic = rows.tokens.size * flops.score_flops(model, c.row_length)[1]
     chip = Chip("cpu", arithmetic / measured["score"], 2**34, 1e10, 1e9, wrap=1)
-    predicted = plan.learner_seconds(config, chip, 1, rows.tokens.size, 1.0)
+    alone = estimate.Layout(Slice(chip, (1,)), tensor=1, micro_rows=c.micro_rows)
+    predicted = plan.learner_seconds(config, alone, rows.tokens.size, 1.0)
     assert predicted["score"] == pytest.approx(measured["score"])
     assert predicted["update"] / 3 < measured["update"] < 3 * predicted["update"]

@@ -21,7 +21,7 @@ Array = jax.Array
 # Logits alive at a time on one device. Smaller chunks pay for the loop (and, when sharded, for one
 # reduction of the unembedding's gradient per chunk). Larger ones leave the caches of a CPU: 16 MiB
 # of float32. Accelerators, which compute in bfloat16, want matrices of a thousand rows: 1 GiB.
-_LOGITS_PER_CHUNK = {"float32": 2**22, "bfloat16": 2**28}
+LOGITS_PER_CHUNK = {"float32": 2**22, "bfloat16": 2**28}
 
 
 def default_chunk(rows: int, length: int, vocab_size: int, dtype: str = "float32") -> int:
@@ -39,7 +39,7 @@ def default_chunk(rows: int, length: int, vocab_size: int, dtype: str = "float32
       A number in [1, length].
     """
     rows, vocab_size = -(-rows // axis_size(ROWS)), -(-vocab_size // axis_size("tensor"))
-    budget = _LOGITS_PER_CHUNK.get(dtype, _LOGITS_PER_CHUNK["float32"])
+    budget = LOGITS_PER_CHUNK.get(dtype, LOGITS_PER_CHUNK["float32"])
     most = max(1, budget // (rows * vocab_size))
     chunks = -(-length // most)
     return -(-length // chunks)

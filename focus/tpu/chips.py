@@ -1,7 +1,7 @@
 """What the chips can do, by their makers' data sheets.
 
-TPU figures are those of Google Cloud's pages on each generation (cloud.google.com/tpu/docs/v4,
-v5e, v5p, v6e, "key specifications"): peak bfloat16 FLOP/s, HBM capacity and bandwidth, and the
+TPU figures are those of Google Cloud's pages on each generation (cloud.google.com/tpu/docs/v5e,
+v5p, v6e, "key specifications"): peak bfloat16 FLOP/s, HBM capacity and bandwidth, and the
 bandwidth of the interconnect, which the pages give per chip in both directions together: divided
 by two and by the number of links it is that of one link in one direction. GPU figures are those
 of NVIDIA's H100 and H200 SXM data sheets (dense bfloat16).
@@ -45,8 +45,8 @@ _SLICES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x
 TPUS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 32 * GIB, 1228e9, 50e9, wrap=4, slices=_SLICES_3D),
-        Chip("v5e", 197e12, 16 * GIB, 819e9, 50e9, wrap=16, slices=_SLICES_2D),
+        # Of its 16 GiB the compiler gives a program 15.75.
+        Chip("v5e", 197e12, 15.75 * GIB, 819e9, 50e9, wrap=16, slices=_SLICES_2D),
         Chip("v5p", 459e12, 95 * GIB, 2765e9, 100e9, wrap=4, slices=_SLICES_3D),
         Chip("v6e", 918e12, 32 * GIB, 1640e9, 100e9, wrap=16, slices=_SLICES_2D),
     )

@@ -95,6 +95,11 @@ class Compiled:
         return own + self.program.resident_bytes
 
 
+_WAY_OUT = (
+    "use more chips, fewer learner.micro_rows to a chip, model.remat='full', or a larger mesh.tensor"
+)
+
+
 class DoesNotFit(ValueError):
     """A program needs more memory than a chip has."""
 
@@ -107,19 +112,18 @@ def topology_devices(slice_: Slice) -> list[Any]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("compiling for a TPU needs libtpu: pip install 'focus[tpu]'")
-    # Off a TPU host libtpu would wait for a metadata server.
+    # Off a TPU host libtpu would wait for a metadata server, and it lets one process in at a time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     from jax.experimental import topologies
 
     try:
         devices = topologies.get_topology_desc(slice_.name, "tpu").devices
     except Exception as error:
-        raise ValueError(f"libtpu has no topology {slice_.name!r}: {error}") from error
-    if len(devices) != slice_.num_chips:
         raise ValueError(
-            f"{slice_.name} has {len(devices)} devices for {slice_.num_chips} chips: two cores a "
-            "chip are not supported; choose v5e, v5p or v6e"
-        )
+            f"libtpu has no topology {slice_.name!r}; choose a shape such as "
+            f"{', '.join(slice_.chip.slices)} ({error})"
+        ) from error
     return list(devices)
 
 
@@ -304,7 +308,10 @@ def _compile(name: str, lowered: Any) -> tuple[str, dict[str, int]]:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise DoesNotFit(f"{name} does not fit: {error}") from error
+            reason = re.search("Ran out of memory.*?HBM \\([^)]*\\)", str(error), re.DOTALL)
+            raise DoesNotFit(
+                f"{name} does not fit: {reason.group() if reason else error}; {_WAY_OUT}"
+            ) from error
         text = next(Path(directory).glob("*after_optimizations.txt")).read_text()
     memory = compiled.memory_analysis()
     sizes = {
@@ -365,7 +372,7 @@ def compile_program(program: Program, hbm_bytes: float, cache: Path | None = Non
             f"(arguments {result.argument_bytes / 2**30:.1f}, outputs "
             f"{result.output_bytes / 2**30:.1f}, temporaries "
             f"{result.temporary_bytes / 2**30:.1f}, other arrays of the run "
-            f"{program.resident_bytes / 2**30:.1f}), a chip has {hbm_bytes / 2**30:.1f}; use more "
-            "chips, a smaller learner.micro_rows, or model.remat = 'full'"
+            f"{program.resident_bytes / 2**30:.1f}), a chip has {hbm_bytes / 2**30:.1f}; "
+            f"{_WAY_OUT}"
         )
     return result

@@ -6,7 +6,7 @@ largest layer, vocabulary V, width M and A layers, a chip holds, in bytes,
 
     state        16 P / (n_f n_t)      float32 weights, two moments, a gradient; 28 with a critic
                                        that has a backbone of its own
-    kept         2 t M A               inputs of layers, bfloat16; remat "dots" keeps what the
+    activations  2 t M A               inputs of layers, bfloat16; remat "dots" keeps what the
                                        products of a layer give as well, 2 t O A / n_t
     layer        8 P_1 / n_t + 2 t O / n_t x 3
                                        weights of two layers, gathered, with their gradients; what a
@@ -148,29 +148,85 @@ def _tokens(config: ml_collections.ConfigDict, layout: Layout) -> int:
 def memory_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, float]:
     """Memory of a chip while a gradient is computed, by what takes it; see the module.
 
+    Args:
+      config: of the run; its own mesh and micro-batch are not read.
+      layout: on which chips.
+
     Returns:
-      "state", "kept", and the larger of "layer" and "logits".
+      "state", "activations", "layer" and "logits"; of the last two only one is alive at a time.
     """
     model = experiment.model_config(config)
     own = config.critic.enabled and config.critic.backbone == "own"
     tokens, tensor = _tokens(config, layout), layout.tensor
-    outputs, largest, inside = 0.0, 0.0, 0.0
+    kept, layer = 2.0 * tokens * model.d_model * model.num_layers, 0.0
     for stack in _stacks(model):
         count = next(iter(stack.values()))[0]
-        widths = sum(shape[-1] for name, shape in stack.items() if "proj" in name)
-        outputs += count * widths
-        layer = 8 * sum(math.prod(shape) for shape in stack.values()) / count / tensor
-        layer += 3 * 2 * tokens * widths / tensor
-        largest = max(largest, layer)
-    kept = 2.0 * tokens * model.d_model * model.num_layers
-    if model.remat != "full":
-        kept += 2.0 * tokens * outputs / tensor
+        weights = sum(math.prod(shape) for shape in stack.values()) / count
+        outputs = sum(shape[-1] for name, shape in stack.items() if "proj" in name)
+        layer = max(layer, (8 * weights + 6 * tokens * outputs) / tensor)
+        if model.remat != "full":
+            kept += 2.0 * count * tokens * outputs / tensor
     logits = min(logprobs.LOGITS_PER_CHUNK[model.dtype], tokens * model.vocab_size / tensor)
-    del inside
     return {
         "state": (28 if own else 16) * models.num_params(model) / layout.slice_.num_chips,
-        "kept": kept,
-        "layer or logits": max(
-            largest, 6 * model.vocab_size * model.d_model / tensor + 12 * logits
+        "activations": kept,
+        "layer": layer,
+        "logits": 6 * model.vocab_size * model.d_model / tensor + 12 * logits,
+    }
+
+
+def peak_bytes(config: ml_collections.ConfigDict, layout: Layout) -> float:
+    """The most that a chip holds at a time."""
+    parts = memory_bytes(config, layout)
+    return parts["state"] + parts["activations"] + max(parts["layer"], parts["logits"])
+
+
+def _groups(layout: Layout) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Places of the chips of one group along fsdp, and of one along tensor."""
+    shape, tensor = layout.slice_.shape, layout.tensor
+    axis = next(i for i, size in enumerate(shape) if size % tensor == 0)
+    everything = [range(size) for size in shape]
+    beside = [r if i != axis else r[::tensor] for i, r in enumerate(everything)]
+    inside = [range(1) if i != axis else r[:tensor] for i, r in enumerate(everything)]
+    return list(itertools.product(*beside)), list(itertools.product(*inside))
+
+
+def run_seconds(
+    config: ml_collections.ConfigDict, layout: Layout, flops_share: float
+) -> dict[str, Seconds]:
+    """Time of one run of each program of the policy; see the module.
+
+    Args:
+      config: of the run; its own mesh and micro-batch are not read.
+      layout: on which chips.
+      flops_share: e_f, of the peak that matrix products reach.
+
+    Returns:
+      "gradient" and "score" of a micro-batch, and "optimizer".
+    """
+    model, slice_ = experiment.model_config(config), layout.slice_
+    length, chip = config.learner.row_length, slice_.chip
+    params = models.num_params(model)
+    rate = slice_.num_chips * chip.flops_per_s * flops_share
+    beside, inside = _groups(layout)
+
+    def gathered(num_bytes, group):
+        return num_bytes * (len(group) - 1) / len(group) / slice_.ring_bytes_per_s(group)
+
+    weights = gathered(2 * params / layout.tensor, beside)
+    activations = gathered(2 * _tokens(config, layout) * model.d_model, inside)
+    activations *= 4 * model.num_layers
+    again = 0 if model.remat == "none" else 1
+    row_tokens = layout.micro_rows * length
+    # Parameters and moments are read and written, the gradient is read twice: for its norm first.
+    optimizer = 32 * params / slice_.num_chips / chip.hbm_bytes_per_s
+    return {
+        "gradient": Seconds(
+            row_tokens * flops.train_flops(model, length)[1] / rate,
+            3 * weights + (2 + again) * activations,
         ),
+        "score": Seconds(
+            row_tokens * flops.score_flops(model, length)[1] / rate, weights + activations
+        ),
+        "optimizer": Seconds(optimizer, 0.0),
     }

@@ -6,31 +6,36 @@ that are read per token that is generated, and c tokens of context on average:
 
     decode     one token for each of b sequences takes the longer of reading weights and caches,
                (2 P + b c k) / (G beta e_m), and of arithmetic, b f(c) / (G F e_f), on a server of
-               G GPUs with peak F and memory bandwidth beta; b is what the memory left by the
-               weights holds, min(max_running, (0.9 G M - 2 P) / (2 c k)): contexts grow to 2 c
+               G GPUs with peak F and memory bandwidth beta. b is the least of what the memory left
+               by the weights holds, (0.9 G M - 2 P) / (2 c k), since contexts grow to 2 c; of
+               `rollout.max_running`; and of a server's share of the rollouts that are played at
+               the same time, B / (rollout.episode_tokens (1 + branching.rounds)), because a round
+               of branches begins when the one before it is over
     prefill    B o f(c) / (G F e_f): every observation is read once, prefixes are cached
-    score      T h_score / (C F e_f) on C chips; T = B (1 + o) / p tokens of packed rows of which
-               a share p is not padding, h FLOPs a token as executed (`focus.tpu.flops`)
-    update     epochs x T h_train / (C F e_f)
+    score      T h_score / (C F e_f) and collectives, on C chips; T = B (1 + o) / p tokens of packed
+               rows of which a share p is not padding, h FLOPs a token as executed
+    update     epochs x the same with h_train, and optimiser steps
                in both T is rounded up to whole micro-batches, in an update of each minibatch
-    critic     epochs x T h_train with a backbone of its own; with the policy's hidden states the
-               heads alone: 6 FLOPs a weight and row of the replay buffer, on each chip
+    critic     with a backbone of its own as much as epochs of updates and a scoring pass; with the
+               policy's hidden states the heads alone: 6 FLOPs a weight and row of the replay
+               buffer, on each chip
     push       2 P bytes written to storage, and read by all servers at the same time
 
-e_m and e_f are the shares of bandwidth and peak that kernels reach: assumptions, see `Assumptions`;
-with a report of `scripts/compile_tpu.py` the learner's times are the report's instead.
+e_m and e_f are the shares of bandwidth and peak that kernels reach: assumptions, see `Assumptions`.
+Times and memory of the learner are those of `focus.tpu.estimate`; with a report of
+`scripts/compile_tpu.py` traffic and collectives are the compiler's. Tools take no time here.
 
 Played one after the other, a step takes the sum. If rollouts of the next step are played while
-the learner works, it takes the longer of the two sides, and the other waits. The optimiser state
-has to fit: 16 bytes a parameter (float32 weights, two moments, gradient), 28 with a critic that
-has a backbone of its own, and half of the memory is left to activations.
+the learner works, it takes the longer of the two sides, and the other waits. More chips are faster
+until a step's rows no longer fill their micro-batches; `search` tries the slices of a chip and
+`choose` takes the fastest step among those that are not much dearer than the cheapest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -39,8 +44,12 @@ import rich.table
 
 from focus import experiment
 from focus.policy import model as models
-from focus.tpu import flops
-from focus.tpu.chips import Chip, Gpu
+from focus.tpu import estimate, flops
+from focus.tpu.chips import Chip, Gpu, parse_topology
+from focus.tpu.estimate import Layout, Seconds
+
+# Of a chip's memory; the rest is what formulas do not know.
+USABLE_MEMORY = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +63,7 @@ class Assumptions:
       memory_share: e_m, of the memory bandwidth that decoding reaches.
       storage_bytes_per_s: of the directory that weights are pushed through, one way.
       gpus_per_server: G.
+      max_servers: most servers that a plan may ask for.
     """
 
     observation_ratio: float = 1.5
@@ -62,6 +72,7 @@ class Assumptions:
     memory_share: float = 0.6
     storage_bytes_per_s: float = 2e9
     gpus_per_server: int = 8
+    max_servers: int = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +80,19 @@ class Plan:
     """Where the time of a step goes.
 
     Attributes:
-      chips: C.
+      layout: the learner's chips and how it lies on them.
+      peak_bytes: what a chip holds at most, by formula.
       servers: of GPUs.
+      gpus: of all servers.
       row_tokens: T, tokens in packed rows, padding included.
       batch: b, sequences that a server decodes together.
       seconds: by phase: decode, prefill, score, critic, update, push.
     """
 
-    chips: int
+    layout: Layout
+    peak_bytes: float
     servers: int
+    gpus: int
     row_tokens: float
     batch: int
     seconds: Mapping[str, float]
@@ -103,6 +118,11 @@ class Plan:
         return max(self.rollout_s, self.learner_s)
 
     @property
+    def device_s(self) -> float:
+        """What a step costs: seconds times chips and GPUs."""
+        return self.overlapped_s * (self.layout.slice_.num_chips + self.gpus)
+
+    @property
     def waits(self) -> tuple[str, float]:
         """The side that waits when both overlap, and for what share of the step."""
         side = "servers" if self.rollout_s < self.learner_s else "chips"
@@ -115,8 +135,8 @@ def weight_bytes(model: Any) -> int:
 
 
 def kv_bytes(model: Any) -> int:
-    """Bytes of keys and values of one token in bfloat16."""
-    return 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    """Bytes of keys and values of one token in bfloat16; memories of fixed size are left out."""
+    return 4 * flops.attention_layers(model) * model.num_kv_heads * model.head_dim
 
 
 def row_tokens(config: ml_collections.ConfigDict, assumptions: Assumptions) -> float:
@@ -125,10 +145,28 @@ def row_tokens(config: ml_collections.ConfigDict, assumptions: Assumptions) -> f
     return read_and_written / assumptions.packing_efficiency
 
 
+def _reported(report: Mapping[str, Any], layout: Layout, flops_share: float) -> dict[str, Seconds]:
+    """Time of one run of each program of a compile report."""
+    if report["topology"] != layout.slice_.name:
+        raise ValueError(
+            f"the report is of {report['topology']} and the plan of {layout.slice_.name}; compile "
+            "for the same topology"
+        )
+    times = {name: program["time"] for name, program in report["programs"].items()}
+    missing = {"gradient", "optimizer", "score"} - set(times)
+    if missing:
+        raise ValueError(
+            f"the report lacks {', '.join(sorted(missing))}; compile without --programs"
+        )
+    return {
+        name: Seconds(max(t["compute_s"] / flops_share, t["memory_s"]), t["collective_s"])
+        for name, t in times.items()
+    }
+
+
 def learner_seconds(
     config: ml_collections.ConfigDict,
-    chip: Chip,
-    chips: int,
+    layout: Layout,
     tokens: float,
     flops_share: float,
     report: Mapping[str, Any] | None = None,
@@ -136,42 +174,35 @@ def learner_seconds(
     """Seconds of scoring, critic and update.
 
     Args:
-      config: of the run.
-      chip: the kind.
-      chips: C.
+      config: of the run; its own mesh and micro-batch are not read.
+      layout: of the learner.
       tokens: T.
       flops_share: e_f.
-      report: of `focus.tpu.report.report` for these chips; None for the formulas.
+      report: of `focus.tpu.report.report` for this layout; None for the formulas.
 
     Returns:
       By phase.
 
     Raises:
-      ValueError: the report is of another number of chips.
+      ValueError: the report is of other chips, or lacks a program.
     """
     model, c = experiment.model_config(config), config.learner
-    rate = chips * chip.flops_per_s * flops_share
-    micro_tokens = c.micro_rows * c.row_length
+    if report is None:
+        runs = estimate.run_seconds(config, layout, flops_share)
+    else:
+        runs = _reported(report, layout, flops_share)
+    micro_tokens, minibatches = layout.micro_rows * c.row_length, c.minibatches
     scored = math.ceil(tokens / micro_tokens)
-    trained = c.epochs * c.minibatches * math.ceil(tokens / c.minibatches / micro_tokens)
-    score = scored * micro_tokens * flops.score_flops(model, c.row_length)[1] / rate
-    update = trained * micro_tokens * flops.train_flops(model, c.row_length)[1] / rate
-    if report is not None:
-        if report["chips"] != chips:
-            raise ValueError(
-                f"the report is of {report['chips']} chips and the plan of {chips}; compile for "
-                "the same topology"
-            )
-        per_run = {name: p["time"]["total_s"] for name, p in report["programs"].items()}
-        score = scored * per_run["score"]
-        update = trained * per_run["gradient"] + c.epochs * c.minibatches * per_run["optimizer"]
-    seconds = {"score": score, "critic": 0.0, "update": update}
+    trained = minibatches * math.ceil(tokens / minibatches / micro_tokens)
+    score = scored * runs["score"].total
+    epoch = trained * runs["gradient"].total + minibatches * runs["optimizer"].total
+    seconds = {"score": score, "critic": 0.0, "update": c.epochs * epoch}
     if config.critic.enabled and config.critic.backbone == "own":
-        seconds["critic"] = config.critic.epochs / c.epochs * update + score
+        seconds["critic"] = config.critic.epochs * epoch + score
     elif config.critic.enabled:
         weights = (config.critic.members + 1) * config.critic.width * model.d_model
         passes = 6 * weights * config.critic.epochs * config.critic.capacity
-        seconds["critic"] = passes / (chip.flops_per_s * flops_share)
+        seconds["critic"] = passes / (layout.slice_.chip.flops_per_s * flops_share)
     return seconds
 
 
@@ -187,36 +218,43 @@ def rollout_seconds(
     context = model.max_context / 2
     gpus = a.gpus_per_server
     room = 0.9 * gpus * gpu.hbm_bytes - weight_bytes(model)
-    batch = int(min(config.rollout.max_running, room / (2 * context * kv_bytes(model))))
-    if batch < 1:
+    fits = math.floor(room / (2 * context * kv_bytes(model)))
+    if fits < 1:
         raise ValueError(
             f"{gpus} x {gpu.name} hold {0.9 * gpus * gpu.hbm_bytes / 1e9:.0f} GB, the weights take "
             f"{weight_bytes(model) / 1e9:.0f} GB and leave no room for a context of "
             f"{2 * context:.0f} tokens; use more GPUs per server"
         )
+    rounds = 0 if config.branching.rule == "none" else config.branching.rounds
+    rollouts = max(1.0, config.budget / config.rollout.episode_tokens / (1 + rounds))
+    batch = min(fits, config.rollout.max_running, math.ceil(rollouts / servers))
     token = flops.forward_flops(model, context).total
     arithmetic = batch * token / (gpus * gpu.flops_per_s * a.flops_share)
     reading = weight_bytes(model) + batch * context * kv_bytes(model)
     reading_s = reading / (gpus * gpu.hbm_bytes_per_s * a.memory_share)
-    decode = config.budget / (servers * batch) * max(arithmetic, reading_s)
+    decode = config.budget / min(rollouts, servers * batch) * max(arithmetic, reading_s)
     prompt = config.budget * a.observation_ratio * token
     prefill = prompt / (servers * gpus * gpu.flops_per_s * a.flops_share)
     return {"decode": decode, "prefill": prefill}, batch
 
 
-def fewest_chips(config: ml_collections.ConfigDict, chip: Chip) -> int:
-    """Chips whose memory holds the state of training twice over."""
-    own = config.critic.enabled and config.critic.backbone == "own"
-    state = (28 if own else 16) * models.num_params(experiment.model_config(config))
-    return math.ceil(2 * state / chip.hbm_bytes)
+def _fewest_servers(
+    config: ml_collections.ConfigDict, gpu: Gpu, learner_s: float, assumptions: Assumptions
+) -> int:
+    """With which the chips do not wait; where no number does it, which is nearly as good as any."""
+    counts = range(1, assumptions.max_servers + 1)
+    seconds = [
+        sum(rollout_seconds(config, gpu, servers, assumptions)[0].values()) for servers in counts
+    ]
+    enough = max(learner_s, 1.1 * min(seconds))
+    return next(servers for servers, s in zip(counts, seconds) if s <= enough)
 
 
 def make_plan(
     config: ml_collections.ConfigDict,
-    chip: Chip,
+    layout: Layout,
     gpu: Gpu,
     *,
-    chips: int,
     servers: int | None = None,
     assumptions: Assumptions = Assumptions(),
     report: Mapping[str, Any] | None = None,
@@ -224,11 +262,10 @@ def make_plan(
     """The time of a step, by phase.
 
     Args:
-      config: of the run.
-      chip: kind of the learner's chips.
+      config: of the run; its own mesh and micro-batch are not read.
+      layout: of the learner.
       gpu: kind of the servers' GPUs.
-      chips: C.
-      servers: number of servers; None for the fewest with which the chips never wait.
+      servers: number of servers; None for the fewest with which the chips do not wait.
       assumptions: see there.
       report: see `learner_seconds`.
 
@@ -238,29 +275,128 @@ def make_plan(
     Raises:
       ValueError: too few chips or GPUs to hold the model.
     """
-    fewest = fewest_chips(config, chip)
-    if chips < fewest:
+    slice_, peak = layout.slice_, estimate.peak_bytes(config, layout)
+    if report is not None:
+        peak = max(program["peak_bytes"] for program in report["programs"].values())
+    elif peak > USABLE_MEMORY * slice_.chip.hbm_bytes:
+        parts = estimate.memory_bytes(config, layout)
+        most = max(parts, key=parts.get)
         raise ValueError(
-            f"{chips} x {chip.name} cannot hold the state of training and its activations; use at "
-            f"least {fewest}"
+            f"{slice_.name} ({layout.mesh}, {layout.micro_rows} rows) needs {peak / 2**30:.0f} GiB "
+            f"a chip, {parts[most] / 2**30:.0f} of them for {most}, and has "
+            f"{USABLE_MEMORY * slice_.chip.hbm_bytes / 2**30:.0f}; use more chips, "
+            "model.remat='full', or fewer rows to a chip"
         )
     tokens = row_tokens(config, assumptions)
-    share = assumptions.flops_share
-    learner = learner_seconds(config, chip, chips, tokens, share, report)
+    learner = learner_seconds(config, layout, tokens, assumptions.flops_share, report)
     one_way = weight_bytes(experiment.model_config(config)) / assumptions.storage_bytes_per_s
     learner["push"] = 2 * one_way
     if servers is None:
-        alone, _ = rollout_seconds(config, gpu, 1, assumptions)
-        servers = math.ceil(sum(alone.values()) / sum(learner.values()))
+        servers = _fewest_servers(config, gpu, sum(learner.values()), assumptions)
     rollout, batch = rollout_seconds(config, gpu, servers, assumptions)
-    return Plan(chips, servers, tokens, batch, rollout | learner)
+    gpus = servers * assumptions.gpus_per_server
+    return Plan(layout, peak, servers, gpus, tokens, batch, rollout | learner)
 
 
-def show(plan: Plan, budget: int, chip: Chip, gpu: Gpu, console: rich.console.Console) -> None:
-    """Prints a plan."""
+def search(
+    config: ml_collections.ConfigDict,
+    chip: Chip,
+    gpu: Gpu,
+    *,
+    servers: int | None = None,
+    assumptions: Assumptions = Assumptions(),
+) -> list[Plan]:
+    """The fastest layout on every slice of a chip that can hold the run, smallest slice first.
+
+    Args:
+      config: of the run; its own mesh and micro-batch are not read.
+      chip: kind of the learner's chips.
+      gpu: see `make_plan`, and so are the others.
+      servers: see there.
+      assumptions: see there.
+
+    Returns:
+      A plan for each slice.
+
+    Raises:
+      ValueError: no slice holds the run, or no server.
+    """
+    rollout_seconds(config, gpu, 1, assumptions)
+    best, refused = [], None
+    for shape in chip.slices:
+        slice_ = parse_topology(f"{chip.name}:{shape}")
+        plans = []
+        for layout in estimate.layouts(config, slice_):
+            try:
+                plans.append(
+                    make_plan(config, layout, gpu, servers=servers, assumptions=assumptions)
+                )
+            except ValueError as error:
+                refused = error
+        if plans:
+            best.append(min(plans, key=lambda p: (p.learner_s, p.peak_bytes)))
+    if not best:
+        raise ValueError(f"no slice of {chip.name} holds the run. The last that was tried: {refused}")
+    return best
+
+
+def choose(plans: Iterable[Plan], extra_cost: float) -> Plan:
+    """The fastest step among those that are not much dearer than the cheapest.
+
+    Args:
+      plans: as from `search`.
+      extra_cost: 0.25 lets a step cost a quarter more chip- and GPU-seconds than the cheapest.
+
+    Returns:
+      One of them.
+    """
+    plans = list(plans)
+    limit = (1 + extra_cost) * min(plan.device_s for plan in plans)
+    return min((p for p in plans if p.device_s <= limit), key=lambda p: p.overlapped_s)
+
+
+def _waiting(plan: Plan) -> str:
+    side, share = plan.waits
+    return f"{side} {share:.0%}"
+
+
+def show_search(
+    plans: Iterable[Plan], chosen: Plan, budget: int, gpu: Gpu, console: rich.console.Console
+) -> None:
+    """Prints a table of slices; the chosen one is marked."""
+    chip = chosen.layout.slice_.chip
     table = rich.table.Table(
-        title=f"A step of {budget:,} generated tokens: {plan.chips} x {chip.name}, "
-        f"{plan.servers} servers of {gpu.name}",
+        title=f"A step of {budget:,} generated tokens on {chip.name} and servers of {gpu.name}",
+        title_justify="left",
+    )
+    for column in ("", "slice", "mesh"):
+        table.add_column(column, no_wrap=True)
+    for column in ("rows", "HBM", "servers", "rollouts s", "learner s", "step s", "device s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("who waits", no_wrap=True)
+    for plan in plans:
+        table.add_row(
+            "->" if plan is chosen else "",
+            plan.layout.slice_.name,
+            plan.layout.mesh,
+            str(plan.layout.micro_rows),
+            f"{plan.peak_bytes / chip.hbm_bytes:.0%}",
+            str(plan.servers),
+            f"{plan.rollout_s:,.0f}",
+            f"{plan.learner_s:,.0f}",
+            f"{plan.overlapped_s:,.0f}",
+            f"{plan.device_s:,.0f}",
+            _waiting(plan),
+        )
+    console.print(table)
+
+
+def show(plan: Plan, budget: int, gpu: Gpu, console: rich.console.Console) -> None:
+    """Prints where the time of a plan goes."""
+    slice_ = plan.layout.slice_
+    table = rich.table.Table(
+        title=f"A step of {budget:,} generated tokens: {slice_.name} ({plan.layout.mesh}, "
+        f"{plan.layout.micro_rows} rows), {plan.servers} servers of {gpu.name}",
         title_justify="left",
     )
     table.add_column("phase")
@@ -273,7 +409,8 @@ def show(plan: Plan, budget: int, chip: Chip, gpu: Gpu, console: rich.console.Co
     console.print(table)
     side, share = plan.waits
     console.print(
-        f"{plan.row_tokens:,.0f} tokens in packed rows; {plan.batch} sequences a server. One side "
+        f"{plan.row_tokens:,.0f} tokens in packed rows; {plan.batch} sequences a server; "
+        f"{plan.peak_bytes / 2**30:.0f} of {slice_.chip.hbm_bytes / 2**30:.0f} GiB a chip. One side "
         f"after the other {plan.serial_s:,.0f} s a step; overlapped {plan.overlapped_s:,.0f} s, "
         f"and the {side} wait {share:.0%} of it.",
         highlight=False,

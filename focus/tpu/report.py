@@ -7,8 +7,9 @@ has. Arithmetic and memory traffic are taken to overlap, collectives with nothin
     time = max(compute, memory) + collectives
 
 The compiler does hide collectives behind arithmetic, so this errs on one side; matrix products do
-not reach the peak, so it errs on the other, too. `best` has all three overlap. Latencies, the host
-and padding inside of rows are left out.
+not reach the peak, so it errs on the other, too: `peak_share_for_half` says what share of it they
+have to reach for an MFU of 50 %. `best` has all three overlap. Latencies, the host and padding
+inside of rows are left out.
 
 An optimiser step is one micro-batch and one run of the optimiser: more micro-batches to a step
 make the optimiser's share smaller. MFU is model FLOPs (see `focus.tpu.flops`) over what the chips
@@ -99,6 +100,14 @@ def times(compiled: Compiled, slice_: Slice, mesh: Mesh) -> Times:
     )
 
 
+def _peak_share_for_half(parts: list[dict[str, Any]], half_s: float) -> float | None:
+    """Share of the peak at which programs take `half_s`; None if collectives alone take that."""
+    left = half_s - sum(p["time"]["collective_s"] for p in parts)
+    bound = [p["time"] for p in parts if p["time"]["compute_s"] > p["time"]["memory_s"]]
+    left -= sum(p["time"]["memory_s"] for p in parts if p["time"] not in bound)
+    return sum(t["compute_s"] for t in bound) / left if left > 0 else None
+
+
 def report(
     name: str, compiled: list[Compiled], slice_: Slice, mesh: Mesh, *, num_params: int
 ) -> dict[str, Any]:
@@ -148,6 +157,9 @@ def report(
             "tokens_per_s": parts[0]["tokens"] / seconds,
             "mfu": parts[0]["model_flops"] / (seconds * peak),
             "mfu_best": parts[0]["model_flops"] / (best * peak),
+            "peak_share_for_half": _peak_share_for_half(
+                parts, 2 * parts[0]["model_flops"] / peak
+            ),
             "hardware_utilisation": parts[0]["hardware_flops"] / (seconds * peak),
         }
     return result
@@ -203,7 +215,7 @@ _TABLES = (
 
 
 def headline(result: dict[str, Any]) -> str:
-    """The prediction in two sentences."""
+    """The prediction in a few sentences."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1)
     text = (
         f"{result['config']}: {result['num_params'] / 1e9:.2f}B parameters on {result['chips']} "
@@ -212,11 +224,16 @@ def headline(result: dict[str, Any]) -> str:
     if "step" not in result:
         return text
     step = result["step"]
+    share = step["peak_share_for_half"]
+    if share is None or share > 1:
+        half = "An MFU of 50% is out of reach"
+    else:
+        half = f"It is 50% or more where products reach {share:.0%} of the peak"
     return (
         f"{text} An optimiser step of {step['tokens']:,} tokens takes {step['seconds']:.2f} s: "
         f"{step['tokens_per_s']:,.0f} tokens/s, MFU {step['mfu']:.1%} "
         f"({step['mfu_best']:.1%} if collectives hide behind arithmetic; "
-        f"{step['hardware_utilisation']:.1%} of the peak with what is computed twice)."
+        f"{step['hardware_utilisation']:.1%} of the peak with what is computed twice). {half}."
     )
 
 
