@@ -81,6 +81,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.top_p = 1.0
     c.rollout.top_k = -1
+    c.rollout.stop = ()  # strings that end a turn, besides the chat's own end of turn
     c.rollout.max_turn_tokens = 32
     c.rollout.max_summary_tokens = 32
     c.rollout.episode_tokens = 60  # expected of one episode before the first is played

@@ -5,8 +5,14 @@
     python scripts/train.py --config configs/smollm2.py --workdir runs/smollm2
 
 The task is the quickstart's, with the tools explained in a system message. Any directory that
-`focus.policy.hf` reads and whose template is ChatML can take the place of the model:
---config.model.path=DIRECTORY. The argument names the method, as in configs/quickstart.py.
+`focus.policy.hf` reads can take the place of the model: --config.model.path=DIRECTORY. Its chat
+template is spoken, and an output also ends at the end-of-text tokens of its
+generation_config.json. A model that was trained on tool calls, as Qwen is, gets the tools by its
+template:
+
+    --config.chat.tool_calls=hermes --config.task.instructions=False
+
+The argument names the method, as in configs/quickstart.py.
 
 On a CPU it is a check that all parts fit: a step takes minutes.
 """
@@ -27,10 +33,15 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
 
     c.model = ml_collections.ConfigDict()
     c.model.path = "models/smollm2"  # what the model is stands there; here, how it is run
-    c.model.chat_format = "chatml"
     c.model.max_context = 1024
     c.model.dtype = "float32"  # of the computation; parameters are float32
     c.model.remat = "full"
+
+    c.chat = ml_collections.ConfigDict()
+    c.chat.tool_calls = ""  # format of calls: "" is the environment's own text; hermes, qwen
+    c.chat.observation_role = "tool"  # role of a tool's answer; user for templates without tools
+    c.chat.keep_thinking = False  # for templates that would strip the thinking of earlier turns
+    c.chat.pad_token = ""  # "" is that of tokenizer_config.json
 
     c.rollout.update(
         max_running=16,

@@ -19,8 +19,9 @@ from focus.learner.critic import CriticOptions
 from focus.learner.losses import PolicyLossConfig
 from focus.learner.state import OptimizerConfig
 from focus.learner.update import UpdateConfig
-from focus.policy import hf
+from focus.policy import hf, tool_calls
 from focus.policy import model as models
+from focus.policy.chat import TemplateChat, load_chat
 from focus.policy.tokens import Chat
 from focus.rollout import (
     Agent,
@@ -31,6 +32,7 @@ from focus.rollout import (
     validate_step,
 )
 from focus.rollout.step import NO_BRANCHES
+from focus.rollout.tools import ToolCalls
 from focus.tasks.base import Environment
 from focus.tasks.deep_search import make_deep_search
 
@@ -69,6 +71,13 @@ def validate(config: ml_collections.ConfigDict) -> None:
             "critic.values_from='crossfit' needs critic.backbone='policy', got 'own': members that "
             "never train on a task would share a backbone that does; use values_from='before'"
         )
+    if calls := _tool_calls(c):
+        _choose("chat.tool_calls", calls, tool_calls.FORMATS)
+        if c.task.to_dict().get("instructions"):
+            raise ValueError(
+                f"task.instructions explains calls as plain text, and chat.tool_calls={calls!r} "
+                "wants them in that format; set task.instructions=False, or chat.tool_calls=''"
+            )
     if c.steps < 1:
         raise ValueError(f"steps must be >= 1, got {c.steps}")
     model_config(c)
@@ -115,7 +124,30 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
     options = c.task.to_dict()
-    return TASKS[options.pop("name")](**options)
+    env = TASKS[options.pop("name")](**options)
+    return ToolCalls(env, _tool_calls(c)) if _tool_calls(c) else env
+
+
+def _tool_calls(c: ml_collections.ConfigDict) -> str:
+    """Format of tool calls; "" if the environment reads plain text."""
+    return c.chat.tool_calls if c.model.get("path") else ""
+
+
+def read_chat(c: ml_collections.ConfigDict, env: Environment) -> Chat | TemplateChat:
+    """The chat of the model in `model.path`, in which the environment's tools are explained.
+
+    Raises:
+      ValueError: it cannot be read, spoken turn by turn or read by the model's embeddings.
+    """
+    chat = load_chat(
+        c.model.path,
+        pad_token=c.chat.pad_token or None,
+        observation_role=c.chat.observation_role,
+        keep_thinking=c.chat.keep_thinking,
+        variables={"tools": list(env.tools())} if _tool_calls(c) else None,
+    )
+    chat.check_model(model_config(c).vocab_size)
+    return chat
 
 
 def model_config(c: ml_collections.ConfigDict) -> models.Config:
@@ -124,7 +156,7 @@ def model_config(c: ml_collections.ConfigDict) -> models.Config:
     With `model.path` the directory says what the model is, and the config how it is run.
     """
     options = c.model.to_dict()
-    options.pop("chat_format")
+    options.pop("chat_format", None)
     path = options.pop("path", "")
     if path:
         model = hf.read_config(path)
@@ -137,7 +169,7 @@ def model_config(c: ml_collections.ConfigDict) -> models.Config:
     return models.make_config(options.pop("family", "dense"), **options)
 
 
-def make_contexts(c: ml_collections.ConfigDict, chat: Chat) -> ContextManager:
+def make_contexts(c: ml_collections.ConfigDict, chat: Chat | TemplateChat) -> ContextManager:
     """The context manager of `config.context`."""
     options: Mapping[str, Any] = {}
     if c.context.manager == "summarize":
@@ -148,7 +180,7 @@ def make_contexts(c: ml_collections.ConfigDict, chat: Chat) -> ContextManager:
 def make_agent(
     c: ml_collections.ConfigDict,
     env: Environment,
-    chat: Chat,
+    chat: Chat | TemplateChat,
     engine: Engine,
     *,
     temperature: float,
@@ -165,6 +197,7 @@ def make_agent(
             temperature=temperature,
             top_p=c.rollout.top_p,
             top_k=c.rollout.top_k,
+            stop=tuple(c.rollout.stop),
         ),
         retry=RetryPolicy(attempts=c.rollout.attempts, timeout_s=c.rollout.timeout_s),
         run_seed=run_seed,

@@ -105,6 +105,8 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     hosts.agree("config", config.to_json())
     experiment.validate(config)
     env = experiment.make_env(config)
+    if config.model.get("path"):
+        experiment.read_chat(config, env)
     # Only now: a config that cannot work must not claim the workdir.
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
     clock = Stopwatch()

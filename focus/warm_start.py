@@ -38,8 +38,10 @@ from focus.learner.update import (
 )
 from focus.policy import hf
 from focus.policy import model as models
+from focus.policy.chat import TemplateChat
 from focus.policy.tokens import CHAT_FORMATS, Chat, train_tokenizer
 from focus.tasks import scripted
+from focus.tasks.base import Environment
 from focus.tasks.deep_search import DeepSearch
 from focus.types import Generation, Segment, State, Trajectory
 
@@ -70,13 +72,13 @@ class WarmStart:
     """What a run begins with.
 
     Attributes:
-      chat: tokenizer and chat format.
+      chat: tokenizer and chat format, or chat template.
       params: parameters of the policy (NumPy).
       directory: where it is kept.
       made: whether it was made now; False if it was there.
     """
 
-    chat: Chat
+    chat: Chat | TemplateChat
     params: Any
     directory: Path
     made: bool
@@ -101,7 +103,7 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStart:
+def load_or_make(config: ml_collections.ConfigDict, env: Environment) -> WarmStart:
     """The warm start of a config, from the cache if it is there; or the model of `model.path`.
 
     Args:
@@ -115,7 +117,7 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
       ValueError: the task has no scripted agent, or files are missing or damaged.
     """
     if config.model.get("path"):
-        return _from_directory(config)
+        return _from_directory(config, env)
     directory = experiment.cache_dir(config) / "warm_start" / fingerprint(config)
     if all(hosts.gather(directory.is_dir())):  # else all processes make it together
         chat, params = _read(directory, config)
@@ -137,10 +139,9 @@ def load_or_make(config: ml_collections.ConfigDict, env: DeepSearch) -> WarmStar
     return WarmStart(chat, params, directory, made=True)
 
 
-def _from_directory(config: ml_collections.ConfigDict) -> WarmStart:
+def _from_directory(config: ml_collections.ConfigDict, env: Environment) -> WarmStart:
     path = Path(config.model.path)
-    chat = Chat.load(path, CHAT_FORMATS[config.model.chat_format])
-    chat.check_model(experiment.model_config(config).vocab_size)
+    chat = experiment.read_chat(config, env)
     _, params = hf.load_checkpoint(path)  # float32, whatever is computed in
     return WarmStart(chat, jax.device_get(params), path, made=False)
 

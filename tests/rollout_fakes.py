@@ -86,6 +86,7 @@ class FakeEngine:
     """
 
     policy: object = sampled
+    chat: object = CHAT
     fault: object = lambda request, attempt: None
     max_context: int = 4096
     version: str = "v0"
@@ -95,7 +96,7 @@ class FakeEngine:
     attempts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def info(self):
-        return EngineInfo(self.version, CHAT.vocab_size, self.max_context, 64)
+        return EngineInfo(self.version, self.chat.vocab_size, self.max_context, 64)
 
     async def abort(self, rid):
         self.aborted.append(rid)
@@ -118,9 +119,11 @@ class FakeEngine:
             await asyncio.sleep(3600)
         said = self.policy(request)
         text, wanted = (said, None) if isinstance(said, str) else (None, tuple(said))
-        ids = (*CHAT.encode_text(text), CHAT.end_of_turn_id) if wanted is None else wanted
+        if wanted is None:
+            wanted = (*self.chat.encode_text(text), self.chat.end_of_turn_id)
+        ids, matched = self._stopped(wanted, request.sampling.stop)
         cut = min(len(ids), request.sampling.max_new_tokens)
-        finish = FinishReason("stop", matched=ids[-1] if ids else None) if cut == len(ids) else None
+        finish = FinishReason("stop", matched=matched) if cut == len(ids) else None
         if fault is not None and fault[0] == "abort" and fault[1] < cut:
             cut, finish = fault[1], FinishReason("abort", message="weights change")
         finish = finish or FinishReason("length", length=cut)
@@ -128,7 +131,7 @@ class FakeEngine:
         self.generated += len(ids)
         return GenerateResult(
             rid=request.rid,
-            text=CHAT.decode(ids),
+            text=self.chat.decode(ids),
             output_ids=ids,
             output_logp=tuple(-0.5 - i for i in range(len(ids))),
             finish_reason=finish,
@@ -136,6 +139,14 @@ class FakeEngine:
             cached_tokens=len(request.input_ids) // 2,
             weight_versions=((self.version, 0, len(ids)),) if ids else (),
         )
+
+    def _stopped(self, ids, strings):
+        """The ids up to the token that completes a stop string, and what ended them."""
+        for end in range(1, len(ids) + 1):
+            for string in strings:
+                if string in self.chat.decode(ids[:end]):
+                    return ids[:end], string
+        return ids, ids[-1] if ids else None
 
 
 def make_agent(engine=None, *, env=None, context="full", cap=32, retry=None, seed=0, **options):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from focus.context import Full, Summarize
-from focus.policy.chat import TemplateChat
+from focus.policy.chat import TemplateChat, load_chat
 from focus.policy.tokens import CHATML, Chat, train_tokenizer
 from focus.policy.tool_calls import ToolCall, render
 
@@ -119,19 +119,24 @@ turns = st.lists(
 )
 
 
-def play(chat, system, user, turns):
-    """Ids turn by turn, and the messages of the whole."""
+def points(chat, system, user, turns):
+    """Every point of an episode: ids turn by turn, messages, whether the policy speaks next."""
     ids = chat.encode_start(system, user)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
+    yield ids, messages, True
     for output, text, from_tool in turns:
         ids += (*chat.encode_text(output), chat.end_of_turn_id)
+        messages = [*messages, {"role": "assistant", "content": output}]
+        yield ids, messages, False
         ids += (chat.encode_observation if from_tool else chat.encode_user)(text, closed=True)
-        messages += [
-            {"role": "assistant", "content": output},
-            {"role": "tool" if from_tool else "user", "content": text},
-        ]
-    return ids, messages
+        messages = [*messages, {"role": "tool" if from_tool else "user", "content": text}]
+        yield ids, messages, True
+
+
+def play(chat, system, user, turns):
+    """Ids turn by turn, and the messages of the whole."""
+    return list(points(chat, system, user, turns))[-1][:2]
 
 
 @each_chat
@@ -139,17 +144,53 @@ def play(chat, system, user, turns):
 @given(system=any_text, user=any_text, turns=turns)
 def test_turn_by_turn_ids_equal_the_whole_template(name, system, user, turns):
     chat = CHATS[name]
-    ids, messages = play(chat, system, user, turns)
-    assert chat.encode_messages(messages, generation_prompt=True) == ids
+    for ids, messages, speaks in points(chat, system, user, turns):
+        # The newline behind an output is no token of the policy: it comes with what follows.
+        newline = () if speaks else chat.encode_text("\n")
+        assert chat.encode_messages(messages, generation_prompt=speaks) == ids + newline
 
 
-@each_chat
-def test_ids_are_the_plain_encoding_of_what_the_template_renders(name):
+# What the policy may write where a template lays out thinking by itself.
+THOUGHT = "<think>\nso\n</think>\n\n"
+EPISODES = [
+    ("", "who?", []),
+    ("be brief", "\ncapital of 7?", [("look(1)", "a\n\n", True)]),
+    ("", "who?", [("It is b.", "Sure?", False), ("Yes.", "", True), ("look(2)", "\nc", True)]),
+]
+
+
+@pytest.mark.parametrize("name", sorted(set(CHATS) - {"strips", "opens"}))
+@pytest.mark.parametrize("episode", range(len(EPISODES)))
+def test_ids_are_those_that_transformers_gives_the_whole_conversation(name, episode):
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
     chat = CHATS[name]
-    turns = [("look(1)", "a\n\n", True), ("It is b.", "Sure?", False), ("Yes.", "", True)]
-    ids, messages = play(chat, "be brief", "\ncapital of 7?", turns)
-    text = chat.render(messages, generation_prompt=True)
-    assert list(ids) == TOKENIZER.encode(text, add_special_tokens=False).ids
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=TOKENIZER, chat_template=chat._template_source
+    )
+    for ids, messages, speaks in points(chat, *EPISODES[episode]):
+        whole = theirs.apply_chat_template(
+            messages,
+            tools=chat._variables.get("tools"),
+            add_generation_prompt=speaks,
+            return_dict=False,
+        )
+        assert list(ids) == whole if speaks else [*ids, *chat.encode_text("\n")] == whole
+
+
+@pytest.mark.parametrize("name", ["strips", "opens"])
+def test_kept_thinking_is_the_plain_encoding_of_what_was_said(name):
+    chat = CHATS[name]
+    opened = "<|im_start|>assistant\n" + ("<think>\n" if name == "opens" else "")
+    text = "<|im_start|>user\nwho?<|im_end|>\n" + opened
+    turns = [(f"{THOUGHT}look(1)", "a", True), ("Yes.", "Sure?", False)]
+    for (ids, _, speaks), (said, heard, tool) in zip(
+        points(chat, "", "who?", turns), [("", "", None), *(turn for turn in turns for _ in "ab")]
+    ):
+        if tool is not None and not speaks:
+            text += f"{said}<|im_end|>"
+        elif tool is not None:
+            text += f"\n<|im_start|>{'tool' if tool else 'user'}\n{heard}<|im_end|>\n{opened}"
+        assert list(ids) == TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
 @each_chat
@@ -336,6 +377,58 @@ def test_a_saved_directory_speaks_the_same_ids(name, tmp_path):
     )
     turns = [("look(1)", f"a{END}", True), ("It is b.", "Sure?", False)]
     assert play(loaded, "s", "u", turns) == play(chat, "s", "u", turns)
+
+
+def test_the_stop_tokens_of_a_model_end_an_output_too(tmp_path):
+    make(PLAIN).save(tmp_path)
+    path = tmp_path / "generation_config.json"
+    end, pad = (TOKENIZER.token_to_id(token) for token in (END, PAD))
+    assert TemplateChat.load(tmp_path).stop_token_ids == (end,)
+    for eos, stops in ((pad, (end, pad)), ([pad, end, 5], (end, pad, 5)), (None, (end,))):
+        path.write_text(json.dumps({"eos_token_id": eos}))
+        chat = TemplateChat.load(tmp_path)
+        assert chat.stop_token_ids == stops and chat.end_of_turn_id == end
+        chat.save(tmp_path / "again")
+        assert TemplateChat.load(tmp_path / "again").stop_token_ids == stops
+    # The turn is closed behind another one: what follows is as after an end of turn.
+    context = Full(chat).observe(Full(chat).start("", "q"), (pad,), "o")
+    assert context.prompt_ids[-len(chat.encode_observation("o", closed=False)) :][0] == end
+    path.write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ValueError, match="eos_token_id in .* must be a token id or a list .*</s>"):
+        TemplateChat.load(tmp_path)
+    path.write_text('{"eos_token_id": [2, 900]}')
+    with pytest.raises(ValueError, match=r"stop token ids \[900\] are none of .* different models"):
+        TemplateChat.load(tmp_path)
+
+
+def test_tags_of_tool_calls_are_text_even_as_special_tokens():
+    tokenizer = tokenizers.Tokenizer.from_str(TOKENIZER.to_str())
+    tags = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens([*tags, "<|im_sep|>"])
+    chat = TemplateChat(tokenizer, PLAIN, pad_token=PAD)
+    ids = [tokenizer.token_to_id(t) for t in (PAD, tags[0], "<|im_sep|>", tags[1], END)]
+    assert chat.decode([*chat.encode_text("a"), *ids, *chat.encode_text("b")]) == "a" + "".join(
+        tags
+    ) + "b"
+
+
+def test_tools_that_a_layout_cannot_show_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no place for tools .* all 1; set chat\.tool_calls=''"):
+        make(PLAIN, variables={"tools": [WEATHER]})
+    Chat(TOKENIZER, CHATML).save(tmp_path)
+    with pytest.raises(ValueError, match="chat format 'chatml' of .* has no place for tools"):
+        load_chat(tmp_path, variables={"tools": [WEATHER]})
+
+
+def test_a_directory_says_by_its_files_which_chat_it_is(tmp_path):
+    make(TOOLS).save(tmp_path)
+    chat = load_chat(tmp_path, variables={"tools": [WEATHER]})
+    assert chat.encode_start("", "q") == CHATS["tools_given"].encode_start("", "q")
+    (tmp_path / "chat_format.json").write_text('{"name": "compact"}')
+    with pytest.raises(ValueError, match="lacks .* of chat format 'compact'"):
+        load_chat(tmp_path)
+    (tmp_path / "chat_format.json").write_text('{"name": "chatml"}')
+    assert isinstance(load_chat(tmp_path, variables={"tools": None}), Chat)
 
 
 def test_templates_of_tokenizer_configs(tmp_path):

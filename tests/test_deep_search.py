@@ -363,6 +363,43 @@ def test_no_action_raises_or_scores(actions):
 _FUZZED = make_deep_search(world="fictional", num_countries=8, num_train=10, num_heldout=0)
 
 
+def test_calls_with_arguments_do_what_the_same_calls_as_text_do(fictional):
+    task = fictional.tasks("train")[0]
+    name, _ = scripted.parse_question(task.prompt)
+    calls = [("search", "query", name), ("open", "doc", 1), ("answer", "text", task.data["answer"])]
+    assert [call[:2] for call in calls] == [
+        (tool["function"]["name"], *tool["function"]["parameters"]["required"])
+        for tool in fictional.tools()
+    ]
+    state = fictional.reset(task)
+    for tool, parameter, value in calls:
+        result = fictional.call(state, tool, {parameter: value})
+        assert result == fictional.step(state, f"{tool}({value})")
+        state = result.state
+    assert result.outcome == 1.0
+    # Text has no parentheses to escape here.
+    quoted = fictional.call(fictional.reset(task), "search", {"query": f"({name})"})
+    assert quoted.info["documents"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "reason"),
+    [
+        ("find", {"query": "x"}, r"use search\(\), open\(\) or answer\(\)"),
+        ("search", {}, "search has one parameter, query"),
+        ("search", {"query": "x", "k": 3}, "search has one parameter, query"),
+        ("open", {"doc": ["x"]}, "doc must be a string"),
+        ("answer", {"text": True}, "text must be a string"),
+        ("answer", {"text": " "}, "use search"),
+    ],
+)
+def test_a_bad_call_is_answered_with_an_error_and_costs_its_turn(fictional, tool, arguments, reason):
+    state = fictional.reset(fictional.tasks("train")[0])
+    result = fictional.call(state, tool, arguments)
+    assert re.search(reason, result.observation) and not result.done
+    assert (result.state.turn, result.info["error"]) == (1, "usage")
+
+
 def test_the_answer_must_match_up_to_case_and_spacing(env):
     task = next(task for task in env.tasks("train") if len(task.data["answer"]) > 4)
     gold = task.data["answer"]

@@ -23,11 +23,32 @@ from typing import Any
 
 import tokenizers
 
+from focus.policy import chat_files, tool_calls
 from focus.policy.chat_template import compile_template
-from focus.policy.tokens import ROLES, Message, TextCodec, read_tokenizer
+from focus.policy.tokens import ROLES, Chat, Message, TextCodec, read_tokenizer
 
-# Names of `tokenizer_config.json` that templates may read as variables.
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+def load_chat(directory: str | Path, **options: Any) -> Chat | TemplateChat:
+    """The chat of a model directory: our layout if it names one, else its chat template.
+
+    Args:
+      directory: with `chat_format.json` it is read by `Chat.load`, else by `TemplateChat.load`.
+      **options: of `TemplateChat.load`.
+
+    Raises:
+      ValueError: files are missing or cannot be read, the chat refuses them, or tools are to be
+        shown in a layout that has no place for them.
+    """
+    directory = Path(directory)
+    if not (directory / "chat_format.json").is_file():
+        return TemplateChat.load(directory, **options)
+    chat = Chat.load(directory)
+    if (options.get("variables") or {}).get("tools"):
+        raise ValueError(
+            f"chat format {chat.format.name!r} of {directory} has no place for tools; set "
+            "chat.tool_calls='' and let the system message explain them"
+        )
+    return chat
 
 
 class TemplateChat(TextCodec):
@@ -42,6 +63,7 @@ class TemplateChat(TextCodec):
         variables: Mapping[str, Any] | None = None,
         observation_role: str = "tool",
         keep_thinking: bool = False,
+        stop_token_ids: Sequence[int] = (),
         now: datetime.datetime | None = None,
     ):
         r"""Checks that the template can be spoken turn by turn.
@@ -61,20 +83,24 @@ class TemplateChat(TextCodec):
           keep_thinking: show the template a stand-in for each output, so that it can neither
             strip thinking from earlier ones nor lay it out anew. For templates such as that of
             Qwen3, whose thinking must stay because it was read when later turns were sampled.
+          stop_token_ids: end an output besides the template's end of turn. The end of turn is put
+            in behind them.
           now: what `strftime_now` tells the template, in every conversation; None is now.
 
         Attributes:
           vocab_size, pad_id, end_of_turn_id, stop_token_ids: as of `focus.policy.tokens.Chat`.
 
         Raises:
-          ValueError: the template cannot be read, closes an output with no special token, or
-            does not append; a token is missing; pad and end of turn are one token.
+          ValueError: the template cannot be read, closes an output with no special token, does
+            not append, or leaves out the tools of `variables`; a token is missing; pad and end
+            of turn are one token.
         """
         super().__init__(tokenizer)
         if observation_role not in ROLES:
             raise ValueError(f"observation_role must be one of {ROLES}, got {observation_role!r}")
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
+        self._silent = {i for t, i in self._special.items() if t not in (tool_calls.OPEN, tool_calls.CLOSE)}
         if pad_token not in self._special:
             raise ValueError(
                 f"pad token {pad_token!r} is no special token of this tokenizer; name one of "
@@ -91,7 +117,13 @@ class TemplateChat(TextCodec):
         self._end_of_turn = self._find_end_of_turn()
         self.pad_id = self._special[pad_token]
         self.end_of_turn_id = self._special[self._end_of_turn]
-        self.stop_token_ids = (self.end_of_turn_id,)
+        beyond = [i for i in stop_token_ids if not 0 <= i < self.vocab_size]
+        if beyond:
+            raise ValueError(
+                f"stop token ids {beyond} are none of this tokenizer's {self.vocab_size}; "
+                "tokenizer.json and generation_config.json are of different models"
+            )
+        self.stop_token_ids = tuple(dict.fromkeys((self.end_of_turn_id, *stop_token_ids)))
         if self.pad_id == self.end_of_turn_id:
             free = [token for token in self._special if token != pad_token]
             raise ValueError(
@@ -104,6 +136,12 @@ class TemplateChat(TextCodec):
                 f"the chat template writes the pad token {pad_token!r} itself; masking padding "
                 "would also mask it: name another pad_token, a special token that is not used"
             )
+        self._check_tools()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; the tags of tool calls are text in any case."""
+        spoken = [i for i in ids if i not in self._silent]
+        return self._tokenizer.decode(spoken, skip_special_tokens=False)
 
     def encode_messages(
         self, messages: Sequence[Message], *, generation_prompt: bool = False
@@ -129,7 +167,7 @@ class TemplateChat(TextCodec):
         return hidden.show("".join(self._parts(hidden, hidden.messages, generation_prompt)))
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json, chat_template.jinja and tokenizer_config.json.
+        """Writes tokenizer.json, chat_template.jinja, tokenizer_config.json, generation_config.json.
 
         Options of this object that Hugging Face knows no file for (`keep_thinking`, ...) are the
         run's config to keep.
@@ -138,10 +176,14 @@ class TemplateChat(TextCodec):
         directory.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "chat_template.jinja").write_text(self._template_source, encoding="utf-8")
-        names = {name: self._variables[name] for name in _TOKEN_NAMES if name in self._variables}
+        names = {n: self._variables[n] for n in chat_files.TOKEN_NAMES if n in self._variables}
         names["pad_token"] = self._pad_token
         (directory / "tokenizer_config.json").write_text(
             json.dumps(names, indent=2) + "\n", encoding="utf-8"
+        )
+        ids = {"eos_token_id": list(self.stop_token_ids), "pad_token_id": self.pad_id}
+        (directory / "generation_config.json").write_text(
+            json.dumps(ids, indent=2) + "\n", encoding="utf-8"
         )
 
     @classmethod
@@ -152,7 +194,8 @@ class TemplateChat(TextCodec):
 
         Args:
           directory: holds `tokenizer.json`, `tokenizer_config.json` and, if the template is not
-            in the latter, `chat_template.jinja`.
+            in the latter, `chat_template.jinja`. An output also ends at the `eos_token_id` of
+            `generation_config.json`.
           pad_token: None takes that of `tokenizer_config.json`.
           **options: of the constructor; `variables` are added to the directory's own.
 
@@ -161,14 +204,14 @@ class TemplateChat(TextCodec):
         """
         directory = Path(directory)
         tokenizer = read_tokenizer(directory)
-        config = _read_config(directory / "tokenizer_config.json")
-        names = {name: _token_text(config.get(name)) for name in _TOKEN_NAMES}
-        variables = {name: text for name, text in names.items() if text is not None}
+        config = chat_files.read_object(directory / "tokenizer_config.json")
+        variables: dict[str, Any] = chat_files.read_tokens(config)
         pad_token = pad_token or variables.get("pad_token")
         if pad_token is None:
             raise ValueError(f"{directory} names no pad_token; give one by pad_token=...")
         variables |= options.pop("variables", None) or {}
-        template = _read_template(directory, config)
+        options.setdefault("stop_token_ids", chat_files.read_stop_token_ids(directory))
+        template = chat_files.read_template(directory, config)
         return cls(tokenizer, template, pad_token=pad_token, variables=variables, **options)
 
     def _between(self, role: str, text: str, closed: bool) -> tuple[int, ...]:
@@ -237,10 +280,12 @@ class TemplateChat(TextCodec):
             )
         return after
 
-    def _run(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def _run(
+        self, messages: Sequence[Message], generation_prompt: bool, **variables: Any
+    ) -> str:
         try:
             return self._template.render(
-                **self._variables,
+                **(self._variables | variables),
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=generation_prompt,
             )
@@ -360,6 +405,15 @@ class TemplateChat(TextCodec):
                 f"{hidden.show(expected)!r}"
             )
 
+    def _check_tools(self) -> None:
+        question = [{"role": "user", "content": "Who leads?"}]
+        tools = self._variables.get("tools")
+        if tools and self._run(question, True) == self._run(question, True, tools=None):
+            raise ValueError(
+                f"the chat template has no place for tools and leaves out all {len(tools)}; set "
+                "chat.tool_calls='' and let the system message explain them, or give another template"
+            )
+
     def _spell(self, ids: Sequence[int]) -> str:
         return _tail(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -419,38 +473,6 @@ class _Hidden:
         return re.sub(
             f"{self.mark}([0-9]+){self.mark}", lambda m: self.special[int(m[1])], text
         ).replace(self.output, "...")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"cannot read {path} ({error}); restore it or export it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
-
-
-def _read_template(directory: Path, config: Mapping[str, Any]) -> str:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
-        raise ValueError(
-            f"no chat template in {directory}: neither chat_template.jinja nor a default one in "
-            "tokenizer_config.json; a base model has none, use focus.policy.tokens.Chat with a "
-            "chat format for it"
-        )
-    return template
-
-
-def _token_text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _tail(text: str) -> str:

@@ -139,23 +139,6 @@ def save_checkpoint(
     _barrier("published")
 
 
-def check_vocabulary(chat: Any, config: Any) -> None:
-    """Checks that a tokenizer and a model belong together, before weights are read.
-
-    Args:
-      chat: anything with `vocab_size`, the largest id + 1.
-      config: of the model; it may have more rows, padded for even sharding.
-
-    Raises:
-      ValueError: the tokenizer has ids without an embedding.
-    """
-    if config.vocab_size < chat.vocab_size:
-        raise ValueError(
-            f"the tokenizer gives ids up to {chat.vocab_size - 1}, but the model has only "
-            f"{config.vocab_size} embeddings; use the tokenizer that belongs to the weights"
-        )
-
-
 # In.
 
 

@@ -28,13 +28,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"\s*")
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
 _FUNCTION_END = re.compile(r"\s*</function>")
 _PARAMETER_END = "</parameter>"
-_QWEN_TAGS = (_OPEN, _CLOSE, "</function>", _PARAMETER_END)
+_QWEN_TAGS = (OPEN, CLOSE, "</function>", _PARAMETER_END)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +78,9 @@ def parse(text: str, format: str) -> list[ToolCall | Malformed]:
     """
     read = _layout(format).read
     found: list[ToolCall | Malformed] = []
-    start = text.find(_OPEN)
+    start = text.find(OPEN)
     while start >= 0:
-        body = start + len(_OPEN)
+        body = start + len(OPEN)
         try:
             call, end = read(text, body)
             end = _closed(text, end)
@@ -89,7 +89,7 @@ def parse(text: str, format: str) -> list[ToolCall | Malformed]:
             found.append(Malformed(text[start:end], str(error)))
         else:
             found.append(call)
-        start = text.find(_OPEN, end)
+        start = text.find(OPEN, end)
     return found
 
 
@@ -107,7 +107,7 @@ def render(calls: Sequence[ToolCall], format: str) -> str:
         a tag of the `qwen` format, which has no escapes.
     """
     write = _layout(format).write
-    return "\n".join(f"{_OPEN}\n{write(call)}\n{_CLOSE}" for call in calls)
+    return "\n".join(f"{OPEN}\n{write(call)}\n{CLOSE}" for call in calls)
 
 
 def render_responses(contents: Sequence[str], format: str) -> str:
@@ -134,18 +134,18 @@ class _BadCallError(Exception):
 def _closed(text: str, at: int) -> int:
     """Where a call ends whose content ends at `at`."""
     at = _skip_space(text, at)
-    if text.startswith(_CLOSE, at):
-        return at + len(_CLOSE)
+    if text.startswith(CLOSE, at):
+        return at + len(CLOSE)
     if at == len(text):
-        raise _BadCallError(f"the call is not closed; end it with {_CLOSE}")
-    raise _BadCallError(f"{_CLOSE} must follow the call, found {text[at : at + 20]!r}")
+        raise _BadCallError(f"the call is not closed; end it with {CLOSE}")
+    raise _BadCallError(f"{CLOSE} must follow the call, found {text[at : at + 20]!r}")
 
 
 def _end_of_bad_call(text: str, body: int) -> int:
-    close, following = text.find(_CLOSE, body), text.find(_OPEN, body)
+    close, following = text.find(CLOSE, body), text.find(OPEN, body)
     ends = [len(text)]
     if close >= 0:
-        ends.append(close + len(_CLOSE))
+        ends.append(close + len(CLOSE))
     if following >= 0:
         ends.append(following)
     return min(ends)
@@ -161,7 +161,7 @@ def _skip_space(text: str, at: int) -> int:
 def _read_hermes(text: str, at: int) -> tuple[ToolCall, int]:
     at = _skip_space(text, at)
     if at == len(text):
-        raise _BadCallError(f"the call is empty and not closed; end it with {_CLOSE}")
+        raise _BadCallError(f"the call is empty and not closed; end it with {CLOSE}")
     try:
         value, end = _DECODER.raw_decode(text, at)
         # Finds what Python's reader lets through and no one can write: 1e999, lone surrogates.
@@ -190,7 +190,7 @@ def _read_hermes(text: str, at: int) -> tuple[ToolCall, int]:
 def _write_hermes(call: ToolCall) -> str:
     # Readers that look for the closing tag first must not find one inside a string.
     value = _dump({"name": call.name, "arguments": call.arguments})
-    return value.replace(_CLOSE, _CLOSE.replace("/", "\\/"))
+    return value.replace(CLOSE, CLOSE.replace("/", "\\/"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _json_type(value: Any) -> str:
 def _read_qwen(text: str, at: int) -> tuple[ToolCall, int]:
     function = _FUNCTION.match(text, at)
     if function is None:
-        raise _BadCallError(f"<function=name> must follow {_OPEN}")
+        raise _BadCallError(f"<function=name> must follow {OPEN}")
     at = function.end()
     arguments: dict[str, str] = {}
     while parameter := _PARAMETER.match(text, at):

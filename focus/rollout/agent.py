@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from focus.context.base import Context, ContextManager
+from focus.policy import tool_calls
 from focus.rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams
 from focus.rollout.pool import Account, RetryPolicy, generate_with_retries
 from focus.tasks.base import Environment, Task
@@ -287,12 +288,15 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
 
 
 def _action_text(chat: ChatDecoder, act: _Sample) -> str:
-    """The action as the environment reads it: decoded as a whole, since a resume may split a
-    character, and without the stop string."""
+    """The action as the environment reads it.
+
+    Decoded as a whole, since a resume may split a character, and without the stop string; one
+    that closes a tool call is part of the call.
+    """
     text = chat.decode(act.output_ids)
-    if act.stop_string is not None:
-        text = text[: text.rfind(act.stop_string)] if act.stop_string in text else text
-    return text
+    if act.stop_string in (None, tool_calls.CLOSE) or act.stop_string not in text:
+        return text
+    return text[: text.rfind(act.stop_string)]
 
 
 def _cut_state(state: State, prompt_ids: tuple[int, ...], sample: _Sample) -> State:

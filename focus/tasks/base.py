@@ -67,3 +67,17 @@ class Environment(Protocol):
 
     def step(self, state: Any, action: str) -> StepResult:
         """Applies one action (the policy's text). Pure; never raises on bad actions."""
+
+
+@runtime_checkable
+class ToolEnvironment(Environment, Protocol):
+    """An environment whose actions may also come as tool calls that somebody else has read."""
+
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the tools, as chat templates take them."""
+
+    def call(self, state: Any, name: str, arguments: Mapping[str, Any]) -> StepResult:
+        """Applies one call. Pure; never raises on bad calls."""
+
+    def reject(self, state: Any, reason: str) -> StepResult:
+        """Takes a turn for an action that holds no call; `reason` is the observation."""

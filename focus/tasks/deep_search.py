@@ -6,6 +6,8 @@ The agent calls one tool a turn, as plain text:
     open(doc)       a page: the number of a result, or a title listed or linked before
     answer(text)    ends the episode: 1 if it equals the gold answer, else 0
 
+A model that was trained on tool calls may call the same tools by `DeepSearch.call` instead.
+
 Nothing else is rewarded. What makes it hard is what makes search hard: titles that nearly equal
 the one that is meant, several relations on every page, and knowing when the chain is at its end.
 """
@@ -16,7 +18,7 @@ import dataclasses
 import logging
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,12 @@ INSTRUCTIONS = (
     "result by its number or a page by its title, answer(text) ends with the short answer. "
     "The call is the last line of a turn; lines before it may be thoughts."
 )
+# The one parameter of each tool, and what tool and parameter mean.
+_TOOLS = {
+    "search": ("query", "Lists pages that match a query.", "What to look for."),
+    "open": ("doc", "Shows a page.", "Number of a result, or title of a page."),
+    "answer": ("text", "Ends the search with the answer.", "The short answer."),
+}
 _CALL = re.compile(r"\s*(search|open|answer)\s*\(([^()\n]*)\)\s*")
 _QUOTED = re.compile(r"^([\"'])(.*)\1$")
 # Longer queries only cost time: no title has this many letters.
@@ -184,6 +192,10 @@ class DeepSearch:
         """How to call the tools, or "" without `instructions`."""
         return INSTRUCTIONS if self._instructions else ""
 
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """JSON schemas of the tools that `call` knows."""
+        return tuple(_schema(tool, *of_tool) for tool, of_tool in _TOOLS.items())
+
     def reset(self, task: Task) -> DeepSearchState:
         """The state before the first turn."""
         return DeepSearchState(task_id=task.id, answer=task.data["answer"])
@@ -207,23 +219,52 @@ class DeepSearch:
           (titles listed), "opened" (title), "error" ("usage", "page", "result" or "over") and
           "turn_limit".
         """
-        if state.outcome is not None:
-            info = {"tool": None, "error": "over"}
-            return StepResult(state, "", done=True, outcome=state.outcome, info=info)
         call = _CALL.fullmatch(action.rstrip().rpartition("\n")[2])
         if call is None:
-            return self._finish_turn(state, USAGE, {"tool": None, "error": "usage"})
+            return self.reject(state, USAGE)
         tool, argument = call.group(1), _QUOTED.sub(r"\2", call.group(2).strip())
-        info = {"tool": tool, "argument": argument}
+        return self.call(state, tool, {_TOOLS[tool][0]: argument})
+
+    def reject(self, state: DeepSearchState, reason: str) -> StepResult:
+        """A turn that is no call: `reason` is its observation."""
+        if state.outcome is not None:
+            return self._over(state)
+        return self._finish_turn(state, reason, {"tool": None, "error": "usage"})
+
+    def call(self, state: DeepSearchState, name: str, arguments: Mapping[str, Any]) -> StepResult:
+        """Calls one tool; as `step`, for an action that has been read already.
+
+        Args:
+          state: any state, never changed.
+          name: of the tool.
+          arguments: values by parameter; a tool or parameters that do not exist are answered
+            with an error.
+        """
+        if state.outcome is not None:
+            return self._over(state)
+        if name not in _TOOLS:
+            return self.reject(state, USAGE)
+        parameter = _TOOLS[name][0]
+        if set(arguments) != {parameter}:
+            return self.reject(state, f"error: {name} has one parameter, {parameter}")
+        value = arguments[parameter]
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            return self.reject(state, f"error: {parameter} must be a string")
+        argument = str(value)
+        info = {"tool": name, "argument": argument}
         if not argument.strip():
             return self._finish_turn(state, USAGE, info | {"error": "usage"})
-        if tool == "answer":
+        if name == "answer":
             outcome = float(worlds.normalise(argument) == worlds.normalise(state.answer))
             state = dataclasses.replace(state, turn=state.turn + 1, outcome=outcome)
             return StepResult(state, "", done=True, outcome=outcome, info=info)
-        if tool == "search":
+        if name == "search":
             return self._search(state, argument, info)
         return self._open(state, argument, info)
+
+    def _over(self, state: DeepSearchState) -> StepResult:
+        info = {"tool": None, "error": "over"}
+        return StepResult(state, "", done=True, outcome=state.outcome, info=info)
 
     def _search(self, state: DeepSearchState, query: str, info: dict[str, Any]) -> StepResult:
         results = self._index.search(query[:_MAX_QUERY_CHARS], NUM_RESULTS)
@@ -276,6 +317,16 @@ def _make_task(task_id: str, question: worlds.Question) -> Task:
         "hops": question.hops,
     }
     return Task(id=task_id, prompt=question.text, data=data)
+
+
+def _schema(tool: str, parameter: str, what: str, meaning: str) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {parameter: {"type": "string", "description": meaning}},
+        "required": [parameter],
+    }
+    function = {"name": tool, "description": what, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _union(known: tuple[int, ...], new: Sequence[int]) -> tuple[int, ...]:
