@@ -393,7 +393,9 @@ def test_calls_with_arguments_do_what_the_same_calls_as_text_do(fictional):
         ("answer", {"text": " "}, "use search"),
     ],
 )
-def test_a_bad_call_is_answered_with_an_error_and_costs_its_turn(fictional, tool, arguments, reason):
+def test_a_bad_call_is_answered_with_an_error_and_costs_its_turn(
+    fictional, tool, arguments, reason
+):
     state = fictional.reset(fictional.tasks("train")[0])
     result = fictional.call(state, tool, arguments)
     assert re.search(reason, result.observation) and not result.done

@@ -15,7 +15,7 @@ from configs import smollm2
 from focus.metrics import read_metrics
 from focus.policy import hf
 from focus.policy import model as models
-from focus.policy.tokens import CHATML, Chat
+from focus.policy.chat import TemplateChat, load_chat
 from focus.train import train
 
 pytestmark = [
@@ -36,7 +36,8 @@ def directory(tmp_path_factory):
 
 
 def test_ids_of_a_chat_are_those_of_the_models_own_template(directory):
-    chat = Chat.load(directory, CHATML)
+    chat = load_chat(directory)
+    assert isinstance(chat, TemplateChat)
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     template = json.loads((directory / "tokenizer_config.json").read_text())["chat_template"]
     messages = [
@@ -49,6 +50,13 @@ def test_ids_of_a_chat_are_those_of_the_models_own_template(directory):
     theirs = tokenizer.encode(text, add_special_tokens=False).ids
     assert list(chat.encode_messages(messages, generation_prompt=True)) == theirs
     assert (chat.pad_id, chat.end_of_turn_id, chat.vocab_size) == (0, 2, 49152)
+    assert chat.stop_token_ids == (2,)
+    # Turn by turn, a tool's answer in the tool's own role.
+    ids = chat.encode_start(messages[0]["content"], messages[1]["content"])
+    ids += (*chat.encode_text(messages[2]["content"]), chat.end_of_turn_id)
+    assert list(ids + chat.encode_observation(messages[3]["content"], closed=True)) == theirs
+    # Without a system message the template puts in its own.
+    assert "You are a helpful AI assistant named SmolLM" in chat.decode(chat.encode_start("", "q"))
     # Marker, then ordinary English words, each one token: merges and split are the model's.
     assert tokenizer.encode("The capital of France, 1984").tokens == [
         "The", "Ġcapital", "Ġof", "ĠFrance", ",", "Ġ", "1", "9", "8", "4",
@@ -57,7 +65,7 @@ def test_ids_of_a_chat_are_those_of_the_models_own_template(directory):
 
 def test_it_knows_the_capital_of_france(directory):
     config, params = hf.load_checkpoint(directory)
-    chat = Chat.load(directory, CHATML)
+    chat = load_chat(directory)
     ids = list(chat.encode_start("You are a helpful assistant.", "What is the capital of France?"))
     prompt = len(ids)
 

@@ -100,7 +100,8 @@ class TemplateChat(TextCodec):
             raise ValueError(f"observation_role must be one of {ROLES}, got {observation_role!r}")
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
-        self._silent = {i for t, i in self._special.items() if t not in (tool_calls.OPEN, tool_calls.CLOSE)}
+        tags = (tool_calls.OPEN, tool_calls.CLOSE)
+        self._silent = {i for token, i in self._special.items() if token not in tags}
         if pad_token not in self._special:
             raise ValueError(
                 f"pad token {pad_token!r} is no special token of this tokenizer; name one of "
@@ -167,7 +168,7 @@ class TemplateChat(TextCodec):
         return hidden.show("".join(self._parts(hidden, hidden.messages, generation_prompt)))
 
     def save(self, directory: str | Path) -> None:
-        """Writes tokenizer.json, chat_template.jinja, tokenizer_config.json, generation_config.json.
+        """Writes the tokenizer, the template and the small files that `load` reads.
 
         Options of this object that Hugging Face knows no file for (`keep_thinking`, ...) are the
         run's config to keep.
@@ -280,9 +281,7 @@ class TemplateChat(TextCodec):
             )
         return after
 
-    def _run(
-        self, messages: Sequence[Message], generation_prompt: bool, **variables: Any
-    ) -> str:
+    def _run(self, messages: Sequence[Message], generation_prompt: bool, **variables: Any) -> str:
         try:
             return self._template.render(
                 **(self._variables | variables),
@@ -410,8 +409,8 @@ class TemplateChat(TextCodec):
         tools = self._variables.get("tools")
         if tools and self._run(question, True) == self._run(question, True, tools=None):
             raise ValueError(
-                f"the chat template has no place for tools and leaves out all {len(tools)}; set "
-                "chat.tool_calls='' and let the system message explain them, or give another template"
+                f"the chat template has no place for tools and leaves out all {len(tools)}; give "
+                "another template, or set chat.tool_calls='' and let the system message explain them"
             )
 
     def _spell(self, ids: Sequence[int]) -> str:
