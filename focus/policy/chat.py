@@ -410,7 +410,7 @@ class TemplateChat(TextCodec):
         if tools and self._run(question, True) == self._run(question, True, tools=None):
             raise ValueError(
                 f"the chat template has no place for tools and leaves out all {len(tools)}; give "
-                "another template, or set chat.tool_calls='' and let the system message explain them"
+                "another template, or set chat.tool_calls='' and explain them in the system message"
             )
 
     def _spell(self, ids: Sequence[int]) -> str:
