@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from focus import experiment
 from focus.learner import sharding
-from focus.policy import model as models
 from focus.policy import gated_delta, qwen3_5, transformer
+from focus.policy import model as models
 from focus.tpu import flops, hlo
 from focus.tpu.chips import TPUS, Slice, parse_topology
 from focus.tpu.compile import DoesNotFit, compile_program, programs
@@ -289,7 +289,12 @@ def test_topologies():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("v9:2x2", "v5e, v5p, v6e"), ("v5e:2x2x2", "v5e:4x4"), ("v5p:4x4", "v5p:2x2x1"), ("v5e", "2 axes")],
+    [
+        ("v9:2x2", "v5e, v5p, v6e"),
+        ("v5e:2x2x2", "v5e:4x4"),
+        ("v5p:4x4", "v5p:2x2x1"),
+        ("v5e", "2 axes"),
+    ],
 )
 def test_a_wrong_topology_is_refused(text, message):
     with pytest.raises(ValueError, match=message):

@@ -70,8 +70,7 @@ def test_collectives_of_a_mesh():
     config = tpu_pod.get_config("qwen3_8b")
     slice_ = parse_topology("v5p:4x4x4")
     whole, halves = (
-        estimate.run_seconds(config, estimate.Layout(slice_, tensor, 64), 1.0)
-        for tensor in (1, 2)
+        estimate.run_seconds(config, estimate.Layout(slice_, tensor, 64), 1.0) for tensor in (1, 2)
     )
     # Three closed rings bring in the weights: twice for the products, and their gradients go out.
     weights = 2 * models.num_params(experiment.model_config(config))
@@ -275,7 +274,9 @@ def test_the_choice_is_the_fastest_that_is_not_much_dearer():
     assert plan.choose(plans, 0.0).device_s == cheapest
     chosen = plan.choose(plans, 0.25)
     assert chosen.device_s <= 1.25 * cheapest
-    assert all(p.overlapped_s >= chosen.overlapped_s for p in plans if p.device_s <= 1.25 * cheapest)
+    assert all(
+        p.overlapped_s >= chosen.overlapped_s for p in plans if p.device_s <= 1.25 * cheapest
+    )
     fastest = min(plans, key=lambda p: p.overlapped_s)
     assert plan.choose(plans, 1e9) is fastest
 

@@ -96,7 +96,8 @@ class Compiled:
 
 
 _WAY_OUT = (
-    "use more chips, fewer learner.micro_rows to a chip, model.remat='full', or a larger mesh.tensor"
+    "use more chips, fewer learner.micro_rows to a chip, model.remat='full', or a larger "
+    "mesh.tensor"
 )
 
 

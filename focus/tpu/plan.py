@@ -336,7 +336,9 @@ def search(
         if plans:
             best.append(min(plans, key=lambda p: (p.learner_s, p.peak_bytes)))
     if not best:
-        raise ValueError(f"no slice of {chip.name} holds the run. The last that was tried: {refused}")
+        raise ValueError(
+            f"no slice of {chip.name} holds the run. The last that was tried: {refused}"
+        )
     return best
 
 
@@ -410,8 +412,8 @@ def show(plan: Plan, budget: int, gpu: Gpu, console: rich.console.Console) -> No
     side, share = plan.waits
     console.print(
         f"{plan.row_tokens:,.0f} tokens in packed rows; {plan.batch} sequences a server; "
-        f"{plan.peak_bytes / 2**30:.0f} of {slice_.chip.hbm_bytes / 2**30:.0f} GiB a chip. One side "
-        f"after the other {plan.serial_s:,.0f} s a step; overlapped {plan.overlapped_s:,.0f} s, "
+        f"{plan.peak_bytes / 2**30:.0f} of {slice_.chip.hbm_bytes / 2**30:.0f} GiB a chip. One "
+        f"side after the other {plan.serial_s:,.0f} s a step; overlapped {plan.overlapped_s:,.0f} s, "
         f"and the {side} wait {share:.0%} of it.",
         highlight=False,
     )

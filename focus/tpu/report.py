@@ -157,9 +157,7 @@ def report(
             "tokens_per_s": parts[0]["tokens"] / seconds,
             "mfu": parts[0]["model_flops"] / (seconds * peak),
             "mfu_best": parts[0]["model_flops"] / (best * peak),
-            "peak_share_for_half": _peak_share_for_half(
-                parts, 2 * parts[0]["model_flops"] / peak
-            ),
+            "peak_share_for_half": _peak_share_for_half(parts, 2 * parts[0]["model_flops"] / peak),
             "hardware_utilisation": parts[0]["hardware_flops"] / (seconds * peak),
         }
     return result
