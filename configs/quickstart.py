@@ -159,7 +159,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.mesh.sequence = 1  # tokens of a row cut up: for rows that one device cannot hold
 
     c.evaluate = ml_collections.ConfigDict()
-    c.evaluate.every = 15
+    c.evaluate.every = 30
     c.evaluate.num_tasks = 200
     c.evaluate.temperature = 1.0
 

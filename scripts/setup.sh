@@ -19,3 +19,6 @@ if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$wanted" ]]; then
 fi
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
+# XLA's temporaries on a CPU are large and short-lived: keep the memory, in huge pages, instead of
+# giving it back to the kernel and having it zeroed again. Read by glibc alone.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184}"
