@@ -21,4 +21,4 @@ export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 export OPENBLAS_NUM_THREADS="${OPENBLAS_NUM_THREADS:-1}"
 # XLA's temporaries on a CPU are large and short-lived: keep the memory, in huge pages, instead of
 # giving it back to the kernel and having it zeroed again. Read by glibc alone.
-export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184}"
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=67108864}"
