@@ -63,7 +63,7 @@ PRESETS = {
     "qwen3_8b": ("qwen3_8b", "v5p:4x4x4", 64, "full"),
     "qwen3_32b": ("qwen3_32b", "v5p:4x4x8", 128, "full"),
     "qwen3_5_9b": ("qwen3_5_9b", "v5p:4x4x4", 64, "full"),
-    "qwen3_5_9b_v5e": ("qwen3_5_9b", "v5e:8x8", 64, "full"),
+    "qwen3_5_9b_v5e": ("qwen3_5_9b", "v5e:8x8", 64, "chunks"),
 }
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from focus import experiment
 from focus.learner import sharding
-from focus.policy import gated_delta, qwen3_5, transformer
 from focus.policy import model as models
+from focus.policy import gated_delta, layers, qwen3_5, transformer
 from focus.tpu import flops, hlo
 from focus.tpu.chips import TPUS, Slice, parse_topology
 from focus.tpu.compile import DoesNotFit, compile_program, programs
@@ -152,6 +152,54 @@ def test_a_scan_reads_each_of_its_slices_once(length):
     assert 2 * length * matrix <= moved <= (10 * length + 4) * matrix
 
 
+# A fusion holds fusions: one slices, behind a view, a stack that the outer one takes whole; another
+# puts a result into a stack.
+NESTED = """HloModule jit_step
+
+%view (p.1: f32[64,256]) -> f32[64,256] {
+  %p.1 = f32[64,256]{1,0:T(8,128)} parameter(0)
+  ROOT %c.1 = f32[64,256]{1,0:T(4,128)} copy(%p.1)
+}
+
+%inner (p.2: f32[64,256], i.2: s32[]) -> f32[1,256] {
+  %p.2 = f32[64,256]{1,0} parameter(0)
+  %v.2 = f32[64,256]{1,0} fusion(%p.2), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, \
+calls=%view
+  %i.2 = s32[] parameter(1)
+  ROOT %s.2 = f32[1,256]{1,0} dynamic-slice(%v.2, %i.2), dynamic_slice_sizes={1,256}
+}
+
+%put (p.3: f32[64,256], u.3: f32[1,256], i.3: s32[]) -> f32[64,256] {
+  %p.3 = f32[64,256]{1,0} parameter(0)
+  %u.3 = f32[1,256]{1,0} parameter(1)
+  %i.3 = s32[] parameter(2)
+  ROOT %d.3 = f32[64,256]{1,0} dynamic-update-slice(%p.3, %u.3, %i.3)
+}
+
+%outer (p.4: f32[64,256], q.4: f32[64,256], i.4: s32[]) -> f32[64,256] {
+  %p.4 = f32[64,256]{1,0} parameter(0)
+  %q.4 = f32[64,256]{1,0} parameter(1)
+  %i.4 = s32[] parameter(2)
+  %s.4 = f32[1,256]{1,0} fusion(%p.4, %i.4), kind=kLoop, calls=%inner
+  ROOT %d.4 = f32[64,256]{1,0} fusion(%q.4, %s.4, %i.4), kind=kLoop, calls=%put
+}
+
+ENTRY %main (a: f32[64,256], b: f32[64,256], i: s32[]) -> f32[64,256] {
+  %a = f32[64,256]{1,0} parameter(0)
+  %b = f32[64,256]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %f = f32[64,256]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%outer
+}
+"""
+
+
+def test_fusions_inside_of_fusions_read_and_write_what_they_slice():
+    # One line is read, one is written, and the index is read.
+    assert hlo.hbm_bytes(hlo.parse(NESTED)) == 2 * 4 * 256 + 4
+    whole = NESTED.replace("dynamic-slice(%v.2, %i.2)", "negate(%v.2)")
+    assert hlo.hbm_bytes(hlo.parse(whole)) == 4 * 64 * 256 + 4 * 256 + 4
+
+
 # FLOPs.
 
 SMALL = transformer.ModelConfig(
@@ -227,7 +275,7 @@ def _products(jaxpr) -> float:
     return total
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "dots", "full", "chunks"])
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])
 @pytest.mark.parametrize("config", [SMALL, HYBRID], ids=["dense", "hybrid"])
 def test_the_backward_formula_is_what_is_computed(config, attention, remat):
@@ -253,14 +301,14 @@ def test_the_formula_of_a_chunk_is_exact(chunk):
     traced = jax.make_jaxpr(functools.partial(gated_delta.chunked_delta_rule, chunk=chunk))(
         *numbers, document, memory
     )
-    layers = HYBRID.num_layers - flops.attention_layers(HYBRID)
-    assert layers * _products(traced.jaxpr) == length * flops.recurrence_flops(HYBRID, chunk)
+    recurrent = HYBRID.num_layers - flops.attention_layers(HYBRID)
+    assert recurrent * _products(traced.jaxpr) == length * flops.recurrence_flops(HYBRID, chunk)
 
 
 @given(length=st.integers(1, 4096))
 @settings(max_examples=20, deadline=None)
 def test_model_flops_are_the_least_that_is_executed(length):
-    for shape, remat in itertools.product((SMALL, HYBRID), ("none", "dots", "full")):
+    for shape, remat in itertools.product((SMALL, HYBRID), layers.REMAT):
         config = dataclasses.replace(shape, remat=remat)
         model, hardware = flops.train_flops(config, length)
         assert model == 3 * flops.row_flops(config, length).total

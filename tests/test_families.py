@@ -167,6 +167,7 @@ def test_backends_and_rematerialisation_change_nothing(pair):
         {"attention": "blockwise"},
         {"remat": "full"},
         {"remat": "dots"},
+        {"remat": "chunks"},
         {"scan_unroll": 2},
     ):
         same, got = gradient(dataclasses.replace(config, **change))

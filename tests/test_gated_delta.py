@@ -1,5 +1,7 @@
 """The gated delta rule: chunks against the definition, token by token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +59,8 @@ def test_chunks_equal_the_definition_wherever_documents_begin(seed, lengths, chu
     np.testing.assert_allclose(after, left, atol=2e-5)
 
 
-def test_gradients_equal_those_of_the_definition_and_stay_finite_at_strong_decay():
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_equal_those_of_the_definition_and_stay_finite_at_strong_decay(remat):
     document = np.repeat([0, 1, 2], [5, 11, 7])[None]
     inputs, memory = draw(1, 1, 2, document.shape[1])
     weights = jnp.asarray(np.random.default_rng(2).normal(size=(1, 2, 23, 5)), jnp.float32)
@@ -66,7 +69,8 @@ def test_gradients_equal_those_of_the_definition_and_stay_finite_at_strong_decay
         return lambda inputs, memory: jnp.sum(weights * rule(inputs, memory))
 
     def by_chunks(inputs, memory):
-        return gated_delta.chunked_delta_rule(*inputs, jnp.asarray(document), memory, chunk=8)[0]
+        rule = functools.partial(gated_delta.chunked_delta_rule, chunk=8, remat=remat)
+        return rule(*inputs, jnp.asarray(document), memory)[0]
 
     def by_steps(inputs, memory):
         return one_by_one(inputs, document, memory)[0]
@@ -77,6 +81,20 @@ def test_gradients_equal_those_of_the_definition_and_stay_finite_at_strong_decay
     strong = (*inputs[:3], inputs[3] - 200.0, inputs[4])
     grads = jax.grad(loss(by_chunks), argnums=(0, 1))(strong, memory)
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(grads))
+
+
+def test_chunks_that_are_computed_again_are_not_kept():
+    inputs, memory = draw(3, 1, 2, 1024)
+    document = jnp.zeros((1, 1024), jnp.int32)
+
+    def temporaries(remat):
+        def loss(inputs):
+            return gated_delta.chunked_delta_rule(*inputs, document, memory, remat=remat)[0].sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(inputs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(remat=True) < 0.5 * temporaries(remat=False)
 
 
 def test_a_full_correction_recalls_what_was_stored_last_under_a_key():

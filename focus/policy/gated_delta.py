@@ -108,6 +108,7 @@ def chunked_delta_rule(
     memory: Array,
     *,
     chunk: int = CHUNK,
+    remat: bool = False,
 ) -> tuple[Array, Array]:
     """Whole rows, a chunk of tokens at a time; memory in the length is linear.
 
@@ -124,6 +125,8 @@ def chunked_delta_rule(
         `memory`; those of any other id begin with an empty one.
       memory: [B, H, K, V] float32 before the first token.
       chunk: tokens of a chunk.
+      remat: whether the backward pass computes each chunk again; else all that chunks compute is
+        kept, some twenty times the size of a memory for each.
 
     Returns:
       `(output [B, H, L, V], memory after the last token)`.
@@ -163,6 +166,8 @@ def chunked_delta_rule(
         memory = from_memory[..., -1:, :] * memory + (k * last).mT @ correction
         return (memory, document[:, -1]), output
 
+    if remat:
+        one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)  # the scan keeps them apart
     start = (memory, jnp.zeros((batch,), document.dtype))
     # Padding prolongs the last document without writing to its memory.
     inputs = (*map(split, (q, k, v, log_decay, beta)), split(document[:, None], "edge"))

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 Array = jax.Array
 
 # What the backward pass finds ready, by name; the rest is computed again, layer by layer.
-# "dots" keeps matrix products with weights, "full" nothing but the input of each layer.
+# "dots" keeps matrix products with weights, "full" nothing but the input of each layer; "chunks" is
+# "full", with the inside of recurrent layers computed again chunk by chunk: the least memory.
 REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "chunks": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 

@@ -291,6 +291,7 @@ def _delta_mixer(
             document,
             state.memory,
             chunk=min(CHUNK, length),
+            remat=config.remat == "chunks",
         )
         out = jnp.moveaxis(out, 1, 2)
     z = project(h, layer["in_proj_z"]).reshape(out.shape).astype(jnp.float32)

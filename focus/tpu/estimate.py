@@ -10,7 +10,10 @@ largest layer, vocabulary V, width M and A layers, a chip holds, in bytes,
                                        products of a layer give as well, 2 t O A / n_t
     layer        8 P_1 / n_t + 2 t O / n_t x 3
                                        weights of two layers, gathered, with their gradients; what a
-                                       layer computes, and its gradient
+                                       layer computes, and its gradient; of a gated delta layer
+                                       with H heads, keys of width K, values of width W and chunks
+                                       of C tokens also t H (4 K W / C + 20 (K + W) + 40 C) / n_t,
+                                       with remat "chunks" without the last term
     logits       6 V M / n_t + 12 min(n, t V / n_t)
                                        the unembedding, gathered, and its float32 gradient; logits
                                        of a chunk (`focus.policy.logprobs`: n = 2^28), thrice
@@ -42,7 +45,7 @@ from typing import Any
 import ml_collections
 
 from focus import experiment
-from focus.policy import logprobs
+from focus.policy import gated_delta, logprobs
 from focus.policy import model as models
 from focus.tpu import flops
 from focus.tpu.chips import Slice
@@ -145,6 +148,15 @@ def _tokens(config: ml_collections.ConfigDict, layout: Layout) -> int:
     return layout.micro_rows // layout.fsdp * config.learner.row_length
 
 
+def _inside(model: Any) -> float:
+    """Bytes that the chunks of a gated delta layer keep for its backward pass, a token."""
+    keys, values, chunk = model.linear_key_dim, model.linear_value_dim, gated_delta.CHUNK
+    kept = 4 * keys * values / chunk + 20 * (keys + values)
+    if model.remat != "chunks":
+        kept += 40 * chunk
+    return model.linear_num_value_heads * kept
+
+
 def memory_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str, float]:
     """Memory of a chip while a gradient is computed, by what takes it; see the module.
 
@@ -163,8 +175,9 @@ def memory_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str,
         count = next(iter(stack.values()))[0]
         weights = sum(math.prod(shape) for shape in stack.values()) / count
         outputs = sum(shape[-1] for name, shape in stack.items() if "proj" in name)
-        layer = max(layer, (8 * weights + 6 * tokens * outputs) / tensor)
-        if model.remat != "full":
+        inside = tokens * _inside(model) if "A_log" in stack else 0.0
+        layer = max(layer, (8 * weights + 6 * tokens * outputs + inside) / tensor)
+        if model.remat not in ("full", "chunks"):
             kept += 2.0 * count * tokens * outputs / tensor
     logits = min(logprobs.LOGITS_PER_CHUNK[model.dtype], tokens * model.vocab_size / tensor)
     return {

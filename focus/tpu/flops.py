@@ -183,12 +183,13 @@ def train_flops(config: Any, length: int) -> tuple[float, float]:
         "dots": (0.0, 1.0),
         "full": (executed.layers - 2.0 * _last_products(config), 1.0),
     }
-    layers, others = again[config.remat]
+    layers, others = again["full" if config.remat == "chunks" else config.remat]
+    chunks = 1.0 if config.remat == "chunks" else 0.0
     hardware = (
         3 * executed.layers
         + layers
         + executed.attention * (1 + others + _BACKWARD_PRODUCTS[config.attention] / 2)
-        + executed.recurrence * (3 + others)
+        + executed.recurrence * (3 + others + chunks)
         + executed.unembedding * 4
     )
     return 3 * row_flops(config, length).total, hardware

@@ -360,40 +360,66 @@ def _traffic(module: Module, instruction: Instruction, shapes: dict[str, str]) -
 def _fusion_traffic(
     module: Module, instruction: Instruction, operands: list[int], result: int
 ) -> int:
-    body = module.computations[instruction.called("calls")[0]]
-    by_name = {i.name: i for i in body}
-    total = 0
-    for parameter in (i for i in body if i.opcode == "parameter"):
-        position = int(parameter.operands)
-        if position >= len(operands) or not operands[position]:
-            continue
-        users = _users(body, parameter.name)
-        sizes = []
-        for user in users:
-            first = user.operand_names()[0] if user.operand_names() else ""
-            if user.opcode in ("dynamic-slice", "slice", "gather"):
-                sizes.append(shape_bytes(user.shape))
-            elif (
-                user.opcode == "dynamic-update-slice" and _source(by_name, first) == parameter.name
-            ):
-                sizes.append(0)  # updated in place: only the update is written, see below
-            else:
-                sizes.append(operands[position])
-        total += min(operands[position], max(sizes, default=0))
-    updates = [i for i in body if i.opcode == "dynamic-update-slice"]
-    if result and updates:
-        kept = sum(shape_bytes(i.shape) for i in updates)
-        written = sum(shape_bytes(by_name[i.operand_names()[1]].shape) for i in updates)
+    total = sum(
+        _read(module, instruction, position, size)
+        for position, size in enumerate(operands)
+        if size
+    )
+    updates = list(_updates(module, instruction)) if result else []
+    if updates:
+        kept = sum(shape_bytes(update.shape) for update, _ in updates)
+        written = sum(shape_bytes(by_name[u.operand_names()[1]].shape) for u, by_name in updates)
         return total + max(result - kept, 0) + written
     return total + result
 
 
-def _users(body: list[Instruction], name: str) -> list[Instruction]:
-    """Instructions that read a value, seen through bitcasts."""
+def _read(module: Module, fusion: Instruction, position: int, size: int) -> int:
+    """Bytes that a fusion reads of one operand of `size` bytes; fusions hold fusions."""
+    body = module.computations[fusion.called("calls")[0]]
+    by_name = {i.name: i for i in body}
+    parameter = next(
+        (i.name for i in body if i.opcode == "parameter" and int(i.operands) == position), None
+    )
+    sizes = [0]
+    for user in _users(body, parameter):
+        names = [_source(by_name, name) for name in user.operand_names()]
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
+            sizes.append(shape_bytes(user.shape))
+        elif user.opcode == "dynamic-update-slice" and names[0] == parameter:
+            sizes.append(0)  # updated in place: only the update is written
+        elif user.opcode == "fusion":
+            sizes += [_read(module, user, i, size) for i, n in enumerate(names) if n == parameter]
+        else:
+            sizes.append(size)
+    return min(size, max(sizes))
+
+
+def _updates(
+    module: Module, fusion: Instruction
+) -> Iterator[tuple[Instruction, dict[str, Instruction]]]:
+    """Updates in place inside a fusion, each with the instructions around it."""
+    body = module.computations[fusion.called("calls")[0]]
+    by_name = {i.name: i for i in body}
+    for instruction in body:
+        if instruction.opcode == "dynamic-update-slice":
+            yield instruction, by_name
+        elif instruction.opcode == "fusion":
+            yield from _updates(module, instruction)
+
+
+def _is_view(instruction: Instruction) -> bool:
+    """Whether an instruction inside a fusion is its first operand, seen in another way."""
+    if instruction.opcode == "fusion":
+        return "output_to_operand_aliasing" in instruction.attributes
+    return instruction.opcode in ("bitcast", "copy")
+
+
+def _users(body: list[Instruction], name: str | None) -> list[Instruction]:
+    """Instructions that read a value, seen through views of it."""
     users = []
     for instruction in body:
         if name in instruction.operand_names():
-            if instruction.opcode == "bitcast":
+            if _is_view(instruction):
                 users += _users(body, instruction.name)
             else:
                 users.append(instruction)
@@ -401,7 +427,7 @@ def _users(body: list[Instruction], name: str) -> list[Instruction]:
 
 
 def _source(by_name: dict[str, Instruction], name: str) -> str:
-    """The value that a chain of bitcasts starts from."""
-    while name in by_name and by_name[name].opcode == "bitcast":
+    """The value that a chain of views starts from."""
+    while name in by_name and _is_view(by_name[name]):
         name = by_name[name].operand_names()[0]
     return name
