@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from focus import experiment
 from focus.learner import sharding
-from focus.policy import model as models
 from focus.policy import gated_delta, layers, qwen3_5, transformer
+from focus.policy import model as models
 from focus.tpu import flops, hlo
 from focus.tpu.chips import TPUS, Slice, parse_topology
 from focus.tpu.compile import DoesNotFit, compile_program, programs
@@ -461,6 +461,11 @@ def test_what_does_not_fit_ends_the_script_with_the_reason():
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "DoesNotFit: optimizer" in result.stderr
+    assert "use more chips" in result.stderr
+    command[2:] = ["--topology=v5e:3x3", "--config=configs/tpu_pod.py:qwen3_8b"]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "no topology 'v5e:3x3'; choose a shape such as 1x1, 2x2" in result.stderr
 
 
 def test_a_report_is_complete(small):

@@ -361,9 +361,7 @@ def _fusion_traffic(
     module: Module, instruction: Instruction, operands: list[int], result: int
 ) -> int:
     total = sum(
-        _read(module, instruction, position, size)
-        for position, size in enumerate(operands)
-        if size
+        _read(module, instruction, position, size) for position, size in enumerate(operands) if size
     )
     updates = list(_updates(module, instruction)) if result else []
     if updates:

@@ -412,8 +412,8 @@ def show(plan: Plan, budget: int, gpu: Gpu, console: rich.console.Console) -> No
     side, share = plan.waits
     console.print(
         f"{plan.row_tokens:,.0f} tokens in packed rows; {plan.batch} sequences a server; "
-        f"{plan.peak_bytes / 2**30:.0f} of {slice_.chip.hbm_bytes / 2**30:.0f} GiB a chip. One "
-        f"side after the other {plan.serial_s:,.0f} s a step, overlapped {plan.overlapped_s:,.0f}; "
-        f"the {side} wait {share:.0%} of it.",
+        f"{plan.peak_bytes / 2**30:.0f} of {slice_.chip.hbm_bytes / 2**30:.0f} GiB a chip. "
+        f"One side after the other {plan.serial_s:,.0f} s a step; overlapped "
+        f"{plan.overlapped_s:,.0f} s, and the {side} wait {share:.0%} of it.",
         highlight=False,
     )

@@ -255,7 +255,12 @@ def to_markdown(result: dict[str, Any], command: str) -> str:
       command: that made it.
     """
     lines = [f"# {result['config']} on {result['topology']}", "", headline(result), ""]
-    lines += ["Predicted by compiling ahead of time; nothing here was measured on a chip.", ""]
+    versions = " and ".join(f"{p} {v}" for p, v in result.get("versions", {}).items())
+    lines += [
+        f"Compiled ahead of time{f' with {versions}' if versions else ''}: times are those of a "
+        "roofline, nothing here was measured on a chip.",
+        "",
+    ]
     lines += ["```", command, "```", ""]
     for title, columns, rows in _TABLES:
         lines += [f"## {title}", "", "| " + " | ".join(columns) + " |"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def compile_config(
       progress: called with a line per program.
 
     Returns:
-      The report, see `focus.tpu.report.report`.
+      The report, see `focus.tpu.report.report`, with the compiler's version.
 
     Raises:
       DoesNotFit: a program needs more memory than a chip has.
@@ -59,4 +60,5 @@ def compile_config(
             compiled.append(compile_program(program, slice_.chip.hbm_bytes, kept))
             seconds = time.perf_counter() - began
             progress(f"{program.name}: compiled in {seconds:.0f} s")
-    return report(name, compiled, slice_, mesh, num_params=models.num_params(model))
+    result = report(name, compiled, slice_, mesh, num_params=models.num_params(model))
+    return result | {"versions": {p: metadata.version(p) for p in ("jax", "libtpu")}}
