@@ -95,7 +95,10 @@ class Compiled:
         return own + self.program.resident_bytes
 
 
-_WAY_OUT = "use more chips, fewer learner.micro_rows to a chip, model.remat='full', or a larger mesh.tensor"
+_WAY_OUT = (
+    "use more chips, fewer learner.micro_rows to a chip, model.remat='full' ('chunks' for recurrent "
+    "layers), or a larger mesh.tensor"
+)
 
 
 class DoesNotFit(ValueError):
