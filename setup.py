@@ -49,6 +49,7 @@ EXTRAS = {
         # Parity of every model family, and the other side of scripts/benchmark.py.
         "torch>=2.6; python_version < '3.12'",
         "transformers>=5.20; python_version < '3.12'",
+        "peft>=0.18; python_version < '3.12'",  # reads adapters of ours, and we its
         "gguf>=0.18,<0.20",  # tests of conversion write files of their own
         # Compiles for a TPU topology in the slow tests.
         "libtpu>=0.0.41",

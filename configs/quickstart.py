@@ -151,6 +151,10 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.learner.max_states = 64
     c.learner.row_buckets = (256, 512, 1024)  # trajectories of a step, padded
     c.learner.state_bucket = 512
+    c.learner.lora = ml_collections.ConfigDict()
+    c.learner.lora.rank = 0  # of adapters that are trained in place of the model; 0: none
+    c.learner.lora.alpha = 16.0  # their output is multiplied by alpha / rank
+    c.learner.lora.targets = ("all-linear",)  # or names: ("q_proj", "v_proj")
 
     c.mesh = ml_collections.ConfigDict()
     c.mesh.data = -1

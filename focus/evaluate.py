@@ -131,7 +131,8 @@ def evaluate_run(
 
     async def run() -> Evaluation:
         async with trainer.engine:
-            await trainer.engine.set_params(restored.state.params, f"v{restored.step}")
+            params = trainer.rollout_params(restored.state)
+            await trainer.engine.set_params(params, f"v{restored.step}")
             return await evaluate(
                 trainer.eval_agent,
                 trainer.heldout_tasks,

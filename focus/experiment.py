@@ -22,6 +22,7 @@ from focus.learner.update import UpdateConfig
 from focus.policy import hf, tool_calls
 from focus.policy import model as models
 from focus.policy.chat import TemplateChat, load_chat
+from focus.policy.lora import LoraConfig, adapter_shapes
 from focus.policy.tokens import Chat
 from focus.rollout import (
     Agent,
@@ -80,7 +81,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
             )
     if c.steps < 1:
         raise ValueError(f"steps must be >= 1, got {c.steps}")
-    model_config(c)
+    model, lora = model_config(c), lora_config(c)
+    if lora is not None:
+        adapter_shapes(model, lora)  # refuses what this model cannot have
     if c.model.max_context > c.learner.row_length:
         raise ValueError(
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
@@ -167,6 +170,19 @@ def model_config(c: ml_collections.ConfigDict) -> models.Config:
             )
         return dataclasses.replace(model, **options)
     return models.make_config(options.pop("family", "dense"), **options)
+
+
+def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
+    """The adapters that are trained; None: all parameters of the policy are.
+
+    Raises:
+      ValueError: a rank below 0, or no targets.
+    """
+    options = c.learner.lora.to_dict()
+    if not options["rank"]:
+        return None
+    targets = options.pop("targets")
+    return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
 
 
 def make_contexts(c: ml_collections.ConfigDict, chat: Chat | TemplateChat) -> ContextManager:

@@ -88,7 +88,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
     Args:
       config: see `configs/`.
       workdir: gets checkpoints, metrics, the journal of rollouts, trajectory trees, the summary
-        and the report. One directory for all processes.
+        and the report; with learner.lora, the adapter as PEFT has it. One directory for all
+        processes.
 
     Returns:
       The summary, as written to `summary.json`.
@@ -124,7 +125,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
 
     async with trainer.engine:
         with clock.phase("push"):
-            await trainer.engine.set_params(hosts.local(state.params), f"v{first}")
+            await trainer.engine.set_params(hosts.local(trainer.rollout_params(state)), f"v{first}")
 
         async def evaluation() -> Evaluation:
             with clock.phase("evaluate"):
@@ -180,6 +181,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
                     progress.ledger += Ledger(seconds={"checkpoint": clock.seconds["checkpoint"]})
         if latest is None:  # the run had already finished
             latest = await evaluation()
+    trainer.save_adapter(workdir / "adapter", state)
     checkpointer.close()
     journal.close()
     return _finish(config, workdir, progress, latest, trainer)
@@ -273,7 +275,7 @@ async def _step(
 
     # 8. New weights to the engine, under a new version.
     with clock.phase("push"):
-        await trainer.engine.set_params(hosts.local(state.params), f"v{step + 1}")
+        await trainer.engine.set_params(hosts.local(trainer.rollout_params(state)), f"v{step + 1}")
 
     with clock.phase("record"):
         if hosts.is_first():

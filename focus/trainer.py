@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from focus.credit.primitives import masked_whiten
 from focus.credit.refine import leave_one_out_values
 from focus.critic.losses import fold_of
 from focus.learner import hosts, packing, sharding
+from focus.learner.adapters import Adapters
 from focus.learner.backbone import BackboneCritic
 from focus.learner.batches import bucket, credit_batch, padded
 from focus.learner.critic import CriticLearner, StateBelief
@@ -111,11 +113,14 @@ class Trainer:
         )
         self._optimizer = make_optimizer(experiment.optimizer_config(config))
         policy = policy_model(model)
+        self.adapters = self._make_adapters()
+        frozen = None if self.adapters is None else self.adapters.frozen
         self.score = make_score_fn(
             policy,
             mesh=self.mesh,
             micro_rows=config.learner.micro_rows,
             temperature=config.rollout.temperature,
+            frozen=frozen,
         )
         self.critic = self._make_critic(policy) if config.critic.enabled else None
         self.state_shardings = sharding.shardings_of(
@@ -128,6 +133,7 @@ class Trainer:
             experiment.update_config(config),
             mesh=self.mesh,
             shardings=self.state_shardings,
+            frozen=frozen,
         )
         self._estimate = jax.jit(
             functools.partial(
@@ -167,6 +173,15 @@ class Trainer:
         """Programs that this process has compiled."""
         return _COMPILATIONS.count
 
+    def rollout_params(self, state: TrainState) -> Any:
+        """The parameters that the engine is to sample with: plain ones, with adapters merged."""
+        return state.params if self.adapters is None else self.adapters.merge(state)
+
+    def save_adapter(self, path: Path, state: TrainState) -> None:
+        """Writes the adapters in the layout of PEFT; nothing where all parameters are trained."""
+        if self.adapters is not None:
+            self.adapters.save(path, state, self.config.model.get("path") or None)
+
     def tasks_from(self, cursor: int, count: int = 256) -> tuple[Task, ...]:
         """This process's next tasks: every epoch is a permutation of its own, fixed by the seed.
 
@@ -190,7 +205,21 @@ class Trainer:
         critic = None
         if self.critic is not None:
             critic = self.critic.init(jax.random.key(self.config.seed), params)
-        return init_state(params, self._optimizer, critic)
+        params, checksum = self._trained(params)
+        return init_state(params, self._optimizer, critic, checksum)
+
+    def _trained(self, params: Any) -> tuple[Any, Array | None]:
+        """What is trained of the policy, before the first step, and the checksum of the rest."""
+        if self.adapters is None:
+            return params, None
+        return self.adapters.init(jax.random.key(self.config.seed))
+
+    def _make_adapters(self) -> Adapters | None:
+        setting = experiment.lora_config(self.config)
+        if setting is None:
+            return None
+        start = self.start
+        return Adapters(self.model, setting, start.params, start.checksum(), mesh=self.mesh)
 
     def _make_critic(self, policy: PolicyModel) -> CriticLearner | BackboneCritic:
         if self.config.critic.backbone == "own":
@@ -473,7 +502,10 @@ class Trainer:
 
     @functools.cached_property
     def _reference_params(self) -> Any:
-        return jax.device_put(self.start.params, self.state_shardings.params)
+        trained = jax.jit(
+            lambda params: self._trained(params)[0], out_shardings=self.state_shardings.params
+        )
+        return trained(self.start.params)
 
 
 def _state_scores(belief: StateBelief, rows: int) -> StateScores:

@@ -31,9 +31,10 @@ Rules = Sequence[tuple[str, PartitionSpec]]
 RULES: Rules = (
     (r"(^|/)(embed|lm_head)$", PartitionSpec("tensor", "fsdp")),
     # Adapters of low rank: cut where their matrix is, the rank is whole.
-    (r"_proj(_\w+)?/(a|lora_a)$", PartitionSpec("fsdp", None)),
-    (r"(^|/)(o|down|out)_proj/(b|lora_b)$", PartitionSpec(None, "fsdp")),
-    (r"_proj(_\w+)?/(b|lora_b)$", PartitionSpec(None, "tensor")),
+    (r"(^|/)(o|down|out)_proj/a$", PartitionSpec("tensor", None)),
+    (r"(^|/)(o|down|out)_proj/b$", PartitionSpec(None, "fsdp")),
+    (r"_proj(_\w+)?/a$", PartitionSpec("fsdp", None)),
+    (r"_proj(_\w+)?/b$", PartitionSpec(None, "tensor")),
     (r"(^|/)(o|down|out)_proj$", PartitionSpec("tensor", "fsdp")),
     (r"(^|/)(q|k|v|gate|up)_proj$", PartitionSpec("fsdp", "tensor")),
     (r"(^|/)in_proj_\w+$", PartitionSpec("fsdp", "tensor")),

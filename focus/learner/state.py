@@ -23,15 +23,18 @@ class TrainState:
 
     Attributes:
       step: [] int32, updates done.
-      params: parameters of the policy.
+      params: what is trained of the policy: its parameters, or adapters (`focus.policy.lora`).
       opt_state: state of the policy's optimiser.
       critic: the critic's own state, any pytree; the policy update passes it on untouched.
+      base_checksum: [] uint32, of the frozen parameters that adapters belong to, so that they
+        are never put on others; None where all parameters are trained.
     """
 
     step: Array
     params: Any
     opt_state: Any
     critic: Any = None
+    base_checksum: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,12 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, critic: Any = None):
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    critic: Any = None,
+    base_checksum: Array | None = None,
+) -> TrainState:
     """A state at step 0; run it under `sharding.init_sharded` so that it is born sharded."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), critic)
+    opt_state = optimizer.init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, critic, base_checksum)

@@ -3,6 +3,10 @@
 Rows go through the model in micro-batches of one fixed shape, so nothing compiles twice. A
 minibatch is one optimiser step: its micro-batches add their gradients, each already divided by
 the number of kept tokens of the whole minibatch, which makes the split invisible.
+
+Where adapters are trained (`focus.policy.lora`), `params` are these alone, and the weights below
+them are `frozen`: an argument of every compiled function that is neither donated nor copied, and
+that no gradient is computed for.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from focus.learner import hosts, losses, sharding
 from focus.learner.packing import Rows, take_rows
 from focus.learner.state import TrainState
+from focus.policy import lora
 from focus.policy import model as models
 from focus.policy.logprobs import chunked_logprobs
 from focus.types import Array
@@ -57,6 +62,11 @@ def policy_model(config: models.Config) -> PolicyModel:
         )
 
     return PolicyModel(hidden, lambda params: models.unembedding(config, params))
+
+
+def complete(params: Params, frozen: Params | None) -> Params:
+    """What the model reads: the parameters, or the adapters that they are on a frozen base."""
+    return params if frozen is None else lora.attach(frozen, params)
 
 
 def take_positions(hidden: Array, index: Array) -> Array:
@@ -100,9 +110,14 @@ class Scores:
 
 
 def jit_score(model: PolicyModel, *, mesh: Mesh, temperature: float = 1.0) -> Callable[..., Any]:
-    """The compiled part of scoring: `(params, micro-batch) -> (logp, entropy, state_hidden)`."""
+    """The compiled part of scoring.
 
-    def forward(params, rows):
+    Returns:
+      `(params, micro-batch, frozen=None) -> (logp, entropy, state_hidden)`.
+    """
+
+    def forward(params, rows, frozen=None):
+        params = complete(params, frozen)
         hidden = model.hidden(params, rows)
         logp, entropy = row_logprobs(model, params, rows, hidden, temperature)
         return logp, entropy, take_positions(hidden, rows.state_pos)
@@ -112,7 +127,12 @@ def jit_score(model: PolicyModel, *, mesh: Mesh, temperature: float = 1.0) -> Ca
 
 
 def make_score_fn(
-    model: PolicyModel, *, mesh: Mesh, micro_rows: int, temperature: float = 1.0
+    model: PolicyModel,
+    *,
+    mesh: Mesh,
+    micro_rows: int,
+    temperature: float = 1.0,
+    frozen: Params | None = None,
 ) -> Callable[[Params, Rows], Scores]:
     """A function that scores any number of packed rows, compiled once per row shape.
 
@@ -121,6 +141,7 @@ def make_score_fn(
       mesh: rows are spread over its axes data and fsdp.
       micro_rows: rows that go through the model at a time; a multiple of data * fsdp.
       temperature: that of the rollouts, so that old and behaviour log-probs are comparable.
+      frozen: base of the adapters that `params` are, or None.
 
     Returns:
       `score(params, rows) -> Scores`.
@@ -133,7 +154,7 @@ def make_score_fn(
         most = max(hosts.gather(rows.num_rows))
         for index in blocks(np.arange(rows.num_rows), len(own), most):
             micro = sharding.shard_rows(take_rows(rows, index, len(own)), mesh)
-            parts.append((len(index), forward(params, micro)))
+            parts.append((len(index), forward(params, micro, frozen)))
         # One read at the end: the device never waits for the host between micro-batches.
         parts = [[x[own[:count]] for x in jax.device_get(part)] for count, part in parts]
         return Scores(*(np.concatenate(x) for x in zip(*parts)))
@@ -234,6 +255,7 @@ def make_policy_update(
     *,
     mesh: Mesh,
     shardings: TrainState,
+    frozen: Params | None = None,
 ) -> Callable[[TrainState, PolicyBatch], tuple[TrainState, Metrics]]:
     """The clipped policy update.
 
@@ -244,6 +266,7 @@ def make_policy_update(
       config: the split into optimiser steps.
       mesh: the mesh.
       shardings: where each array of the state lies, as from `init_sharded`.
+      frozen: base of the adapters that the state's parameters are, or None.
 
     Returns:
       `update(state, batch) -> (state, metrics)`. The arrays of the state that goes in are
@@ -254,7 +277,7 @@ def make_policy_update(
     """
 
     loss = make_policy_loss(model, loss_config, config.temperature)
-    return _make_update(loss, optimizer, config, mesh, shardings)
+    return _make_update(loss, optimizer, config, mesh, shardings, frozen)
 
 
 def make_supervised_update(
@@ -264,6 +287,7 @@ def make_supervised_update(
     *,
     mesh: Mesh,
     shardings: TrainState,
+    frozen: Params | None = None,
 ) -> Callable[[TrainState, SupervisedBatch], tuple[TrainState, Metrics]]:
     """Weighted cross entropy on demonstrations; arguments and result as `make_policy_update`."""
 
@@ -272,7 +296,7 @@ def make_supervised_update(
         logp, _ = row_logprobs(model, params, batch.rows, hidden, config.temperature)
         return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
 
-    return _make_update(loss, optimizer, config, mesh, shardings)
+    return _make_update(loss, optimizer, config, mesh, shardings, frozen)
 
 
 def jit_accumulate(loss: LossFn, mesh: Mesh, param_shardings: Any) -> Callable[..., Any]:
@@ -284,13 +308,16 @@ def jit_accumulate(loss: LossFn, mesh: Mesh, param_shardings: Any) -> Callable[.
       param_shardings: where gradients lie.
 
     Returns:
-      `(params, gradient, micro-batch, denominator) -> (gradient, loss, metrics)`; the gradient
-      that goes in is donated.
+      `(params, gradient, micro-batch, denominator, frozen=None) -> (gradient, loss, metrics)`;
+      the gradient that goes in is donated.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    def accumulate(params, gradient, batch, denominator):
-        (value, metrics), new = jax.value_and_grad(loss, has_aux=True)(params, batch, denominator)
+    def accumulate(params, gradient, batch, denominator, frozen=None):
+        def value_of(params):
+            return loss(complete(params, frozen), batch, denominator)
+
+        (value, metrics), new = jax.value_and_grad(value_of, has_aux=True)(params)
         return jax.tree.map(jnp.add, gradient, new), value, metrics
 
     return jax.jit(
@@ -317,7 +344,13 @@ def jit_apply(optimizer: optax.GradientTransformation, shardings: TrainState) ->
     )
 
 
-def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings: Any):
+def make_gradient_fn(
+    loss: LossFn,
+    mesh: Mesh,
+    micro_rows: int,
+    param_shardings: Any,
+    frozen: Params | None = None,
+):
     """Gradient of a minibatch, micro-batch by micro-batch.
 
     Args:
@@ -325,6 +358,7 @@ def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings:
       mesh: the mesh.
       micro_rows: rows of a micro-batch.
       param_shardings: where gradients lie.
+      frozen: base of the adapters that `params` are, or None.
 
     Returns:
       `gradient(params, batch, index) -> (gradient, loss, metrics)` of the rows at `index`;
@@ -347,7 +381,7 @@ def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings:
         total, parts = zeros(params), []
         for block in blocks(own, own_rows, most):
             micro = sharding.shard_rows(_take(batch, block, own_rows), mesh)
-            total, value, metrics = accumulate(params, total, micro, denominator)
+            total, value, metrics = accumulate(params, total, micro, denominator, frozen)
             parts.append((value, metrics))
         parts = jax.device_get(parts)
         metrics = parts[0][1]
@@ -358,8 +392,10 @@ def make_gradient_fn(loss: LossFn, mesh: Mesh, micro_rows: int, param_shardings:
     return gradient
 
 
-def _make_update(loss: LossFn, optimizer, config: UpdateConfig, mesh, shardings: TrainState):
-    gradient = make_gradient_fn(loss, mesh, config.micro_rows, shardings.params)
+def _make_update(
+    loss: LossFn, optimizer, config: UpdateConfig, mesh, shardings: TrainState, frozen
+):
+    gradient = make_gradient_fn(loss, mesh, config.micro_rows, shardings.params, frozen)
     norm = jax.jit(optax.global_norm)
     increment = jax.jit(lambda step: step + 1, out_shardings=shardings.step)
     apply = jit_apply(optimizer, shardings)

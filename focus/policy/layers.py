@@ -89,7 +89,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def project(x: Array, weight: Array) -> Array:
-    """`x @ weight` as one two-dimensional product.
+    """`x @ weight` as one two-dimensional product; `weight` may be a `lora.LoraWeight`.
 
     The gradient of a product with two batch axes is several times slower on CPUs than that of
     the flat one; everywhere else they are the same.
@@ -98,7 +98,7 @@ def project(x: Array, weight: Array) -> Array:
     return flat.reshape(*x.shape[:-1], weight.shape[-1])
 
 
-def swiglu(layer: dict[str, Array], h: Array) -> Array:
+def swiglu(layer: dict[str, Any], h: Array) -> Array:
     """`down(silu(gate(h)) * up(h))`."""
     gate = jax.nn.silu(project(h, layer["gate_proj"]))
     return project(gate * project(h, layer["up_proj"]), layer["down_proj"])

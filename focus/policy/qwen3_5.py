@@ -12,6 +12,7 @@ apart by `node_id`, and no prefix trees (`share_prefixes=False` in packing).
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -398,7 +399,7 @@ def layer_list(config: Qwen3_5Config, params: Params) -> list[Params]:
             if place == every - 1
             else ("linear_layers", group * (every - 1) + place)
         )
-        out.append({name: stacked[at] for name, stacked in params[kind].items()})
+        out.append(jax.tree.map(operator.itemgetter(at), params[kind]))
     return out
 
 

@@ -11,6 +11,7 @@ gives the meaning of every axis beside it, which is all that sharding rules need
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -215,10 +216,8 @@ def init_cache(config: ModelConfig, slots: int, length: int) -> Cache:
 
 def layer_list(config: ModelConfig, params: Params) -> list[Params]:
     """Parameters of each layer on its own: do this once, outside a decoding loop."""
-    return [
-        {name: stacked[i] for name, stacked in params["layers"].items()}
-        for i in range(config.num_layers)
-    ]
+    layers = params["layers"]
+    return [jax.tree.map(operator.itemgetter(i), layers) for i in range(config.num_layers)]
 
 
 def extend(

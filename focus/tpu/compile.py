@@ -159,6 +159,11 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     """
     c = config
     model = experiment.model_config(c)
+    if experiment.lora_config(c) is not None:
+        raise ValueError(
+            f"learner.lora.rank={c.learner.lora.rank}: FLOPs and memory of adapters are not "
+            "counted here; they stay below those of training all parameters, learner.lora.rank=0"
+        )
     sharding.check_mesh(
         mesh,
         micro_rows=c.learner.micro_rows,
