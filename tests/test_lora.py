@@ -245,7 +245,7 @@ def test_adapters_of_another_base_are_refused():
     wider = make_params(dataclasses.replace(DENSE, d_ff=32))
     with pytest.raises(ValueError, match=r"layers/down_proj is for .*\(2, 24, 16\).*\(2, 32, 16\)"):
         lora.attach(wider, adapters)
-    with pytest.raises(ValueError, match="layers/q_proj .* no such projection"):
+    with pytest.raises(ValueError, match=r"layers/\w+ .* no such projection"):
         lora.merge(make_params(FAMILIES["hybrid"]), adapters)
 
 
