@@ -29,6 +29,8 @@ from focus.policy import hf, lora, peft, qwen3_5, token_logprobs
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig
 from focus.policy.transformer import ModelConfig
+from focus.tpu.compile import programs
+from focus.tpu.estimate import layout_of
 from focus.train import train
 from focus.trainer import Trainer
 
@@ -109,7 +111,7 @@ def assert_equal_bits(a, b):
 
 @each_family
 def test_a_new_adapter_changes_nothing_at_all(family):
-    config, tokens = FAMILIES[family], tokens_of(0, 2, 20)
+    config, tokens = FAMILIES[family], tokens_of(0, 1, 6)
     params = make_params(config)
     adapters = lora.init_adapters(config, LORA, jax.random.key(0))
     attached = lora.attach(params, adapters)
@@ -717,6 +719,14 @@ def test_a_config_that_cannot_be_is_refused_before_anything_is_made(change, mess
     config.learner.lora.update(change)
     with pytest.raises(ValueError, match=message):
         experiment.validate(config)
+
+
+def test_plans_for_tpus_do_not_pretend_to_count_adapters():
+    config = tiny.get_config("focus")
+    config.learner.lora.rank = 4
+    for refuse in (lambda: programs(config, MESH), lambda: layout_of(config, None)):
+        with pytest.raises(ValueError, match="learner.lora.rank=4: .* not counted"):
+            refuse()
 
 
 def test_a_config_that_was_read_from_json_has_the_same_adapters():

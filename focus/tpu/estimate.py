@@ -95,12 +95,22 @@ class Seconds:
         return self.compute + self.collectives
 
 
+def refuse_adapters(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError for a run that trains adapters, which no formula here counts."""
+    if experiment.lora_config(config) is not None:
+        raise ValueError(
+            f"learner.lora.rank={config.learner.lora.rank}: FLOPs and memory of adapters are not "
+            "counted; plan with learner.lora.rank=0, which is above both"
+        )
+
+
 def layout_of(config: ml_collections.ConfigDict, slice_: Slice) -> Layout:
     """The layout that a config asks for.
 
     Raises:
       ValueError: its mesh does not fit the chips, or has axes that are not planned.
     """
+    refuse_adapters(config)
     mesh, rows = config.mesh, config.learner.micro_rows
     chips = slice_.num_chips
     for axis in ("data", "sequence"):
@@ -131,6 +141,7 @@ def layouts(config: ml_collections.ConfigDict, slice_: Slice) -> Iterator[Layout
       config: of the run; its own mesh and micro-batch are not read.
       slice_: the chips.
     """
+    refuse_adapters(config)
     model = experiment.model_config(config)
     for tensor, rows in itertools.product((1, 2, 4, 8), repeat=2):
         along_an_axis = any(size % tensor == 0 for size in slice_.shape)
