@@ -1,14 +1,21 @@
 """Chunked log-probs equal the plain ones, in value, gradient and meaning, in less memory."""
 
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from processes import run_program
 
+from focus.learner import sharding
 from focus.policy import token_logprobs, transformer
 from focus.policy.logprobs import chunked_logprobs, default_chunk
+from focus.policy.placement import ROWS
+from focus.tpu import hlo
 
 
 def plain(hidden, unembedding, targets, temperature):
@@ -79,6 +86,59 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
     small, large = temporary_bytes(64, chunked), temporary_bytes(512, chunked)
     assert large - small < logits / 20
     assert large < logits / 4 < temporary_bytes(512, lambda h, w, y: plain(h, w, y, 1.0))
+
+
+# On meshes of eight devices, in a process of its own.
+
+
+def compare_meshes():
+    """Every way to cut rows, their tokens, width and vocabulary gives the numbers of one device."""
+    hidden, unembedding, targets, *cotangents = inputs(0, 8, 24, 256, width=16)
+
+    def pull(hidden, unembedding, targets, g_logp, g_entropy):
+        def function(h, w):
+            return chunked_logprobs(h, w, targets, temperature=0.7, chunk=2)
+
+        out, vjp = jax.vjp(function, hidden, unembedding)
+        return out, vjp((g_logp, g_entropy))
+
+    want = jax.jit(pull)(hidden, unembedding, targets, *cotangents)
+    shapes = [s for s in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(s) == 8]
+    for shape in shapes:
+        mesh = sharding.make_mesh(*shape)
+        tokens = NamedSharding(mesh, PartitionSpec(ROWS, "sequence"))
+        vocabulary = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+        program = jax.jit(
+            sharding.on_mesh(pull, mesh),
+            in_shardings=(tokens, vocabulary, tokens, tokens, tokens),
+            out_shardings=((tokens, tokens), (tokens, vocabulary)),
+        )
+        compiled = program.lower(hidden, unembedding, targets, *cotangents).compile()
+        got = compiled(hidden, unembedding, targets, *cotangents)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), got, want)
+        check_program(hlo.parse(compiled.as_text()), mesh, sizes=(8, 24, 16, 256), chunk=2)
+        print("same", shape, flush=True)
+
+
+def check_program(module, mesh, *, sizes, chunk):
+    """No device holds logits beyond its part of a chunk, or rows of the vocabulary of others."""
+    rows, length, width, vocab = sizes
+    vocab //= mesh.shape["tensor"]
+    tokens = rows * length // (sharding.num_row_shards(mesh) * mesh.shape["sequence"])
+    logits = rows // sharding.num_row_shards(mesh) * chunk * vocab
+    instructions = [i for body in module.computations.values() for i in body]
+    assert any(i.opcode == "while" for i in instructions)
+    largest = max(hlo.shape_bytes(i.shape) // 4 for i in instructions if "(" not in i.shape)
+    assert largest <= max(logits, vocab * width, tokens * width) < tokens * vocab
+    gathered = [hlo.shape_bytes(i.shape) // 4 for i in instructions if "all-gather" in i.opcode]
+    assert max(gathered, default=0) <= vocab * width
+    if mesh.shape["tensor"] > 1:
+        assert mesh.shape["fsdp"] > 1 or not gathered
+
+
+def test_every_mesh_gives_the_numbers_of_one_device_and_no_device_sees_more_than_its_part():
+    out = run_program("import test_logprobs; test_logprobs.compare_meshes()")
+    assert out.count("same") == 20
 
 
 def test_default_chunk_bounds_the_logits_and_wastes_little():

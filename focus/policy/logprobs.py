@@ -31,7 +31,7 @@ def default_chunk(rows: int, length: int, vocab_size: int, dtype: str = "float32
 
     Args:
       rows: product of the leading axes.
-      length: T, tokens of a row.
+      length: tokens of a row that one device has.
       vocab_size: V.
       dtype: that of the hidden states; 2^22 logits in float32, 2^28 in bfloat16.
 
@@ -62,52 +62,61 @@ def chunked_logprobs(
     again, chunk by chunk. The gradient of the entropy costs no further product.
 
     Args:
-      hidden: [..., T, H]. Leading axes may be sharded: chunks are cut along T only.
-      unembedding: [V, H].
+      hidden: [..., T, H]. On a mesh the leading axes are spread over data and fsdp, and T, a
+        multiple of its size, over sequence; chunks are cut out of each device's share of T.
+      unembedding: [V, H]; on a mesh V is spread over tensor.
       targets: [..., T] int32 in [0, V).
       temperature: divides the logits. 0 means greedy sampling and is scored on raw logits, as
         rollout engines do.
-      chunk: tokens of a row that are treated at a time; None chooses by size.
+      chunk: tokens of a row that a device treats at a time; None chooses by size.
 
     Returns:
       `(logp [..., T], entropy [..., T])` in float32.
     """
     chex.assert_equal_shape_prefix([hidden, targets], targets.ndim)
     chex.assert_rank(hidden, targets.ndim + 1)
-    leading, (length, width) = targets.shape[:-1], hidden.shape[-2:]
-    hidden = hidden.reshape(-1, length, width)
-    targets = targets.reshape(-1, length)
+    width = hidden.shape[-1]
+    shares = axis_size("sequence")
+    chex.assert_is_divisible(targets.shape[-1], shares)
+    length = targets.shape[-1] // shares
+    # The parts of a row get an axis of their own: every device cuts chunks out of what it has.
+    by_share = hidden.reshape(-1, shares, length, width)
     if chunk is None:
-        chunk = default_chunk(hidden.shape[0], length, unembedding.shape[0], hidden.dtype.name)
+        chunk = default_chunk(by_share.shape[0], length, unembedding.shape[0], hidden.dtype.name)
     # Gathered once and not once per chunk.
     unembedding = constrain(unembedding.astype(hidden.dtype), "tensor", None)
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    logp, entropy = _logprobs(scale, min(chunk, length), hidden, unembedding, targets)
-    return logp.reshape(*leading, length), entropy.reshape(*leading, length)
+    logp, entropy = _logprobs(
+        scale, min(chunk, length), by_share, unembedding, targets.reshape(by_share.shape[:-1])
+    )
+    return logp.reshape(targets.shape), entropy.reshape(targets.shape)
 
 
 def _split(x: Array, chunk: int) -> Array:
-    """[B, T, ...] to [chunks, B, chunk, ...], zeros behind the end."""
-    batch, length = x.shape[:2]
+    """[B, S, T, ...] to [chunks, B, S, chunk, ...], zeros behind the end of each share of a row."""
+    rows, shares, length, *rest = x.shape
     chunks = -(-length // chunk)
-    x = jnp.pad(x, [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(batch, chunks, chunk, *x.shape[2:]), 1, 0)
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * chunk - length)] + [(0, 0)] * len(rest))
+    x = jnp.moveaxis(x.reshape(rows, shares, chunks, chunk, *rest), 2, 0)
+    return constrain(x, None, ROWS, "sequence", *(None,) * (x.ndim - 3))
 
 
 def _join(x: Array, length: int) -> Array:
     """Inverse of `_split`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    x = jnp.moveaxis(x, 0, 2)
+    x = x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, :length]
+    return constrain(x, ROWS, "sequence", *(None,) * (x.ndim - 2))
 
 
 def _scaled_logits(scale: float, hidden: Array, unembedding: Array) -> Array:
     matrix = unembedding.astype(hidden.dtype)
-    return scale * jnp.einsum("bth,vh->btv", hidden, matrix, preferred_element_type=jnp.float32)
+    logits = scale * jnp.einsum("bsth,vh->bstv", hidden, matrix, preferred_element_type=jnp.float32)
+    return constrain(logits, ROWS, "sequence", None, "tensor")
 
 
 def _is_target(logits: Array, targets: Array) -> Array:
     # A comparison, not a gather: it stays local when the vocabulary is sharded.
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == targets[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -128,7 +137,7 @@ def _logprobs_fwd(scale, chunk, hidden, unembedding, targets):
         return carry, (at_target - log_total, entropy, log_total)
 
     _, outputs = jax.lax.scan(one_chunk, None, (_split(hidden, chunk), _split(targets, chunk)))
-    logp, entropy, log_total = (_join(x, hidden.shape[1]) for x in outputs)
+    logp, entropy, log_total = (_join(x, hidden.shape[2]) for x in outputs)
     return (logp, entropy), (hidden, unembedding, targets, log_total, entropy)
 
 
@@ -143,9 +152,9 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
         pull = g_logp[..., None] + g_entropy[..., None] * (logp + ent[..., None])
         g_logits = jnp.where(_is_target(logp, y), g_logp[..., None], 0.0) - jnp.exp(logp) * pull
         g_logits = (scale * g_logits).astype(h.dtype)
-        g_hidden = jnp.einsum("btv,vh->bth", g_logits, matrix)
+        g_hidden = jnp.einsum("bstv,vh->bsth", g_logits, matrix)
         grad_unembedding += jnp.einsum(
-            "btv,bth->vh", g_logits, h, preferred_element_type=jnp.float32
+            "bstv,bsth->vh", g_logits, h, preferred_element_type=jnp.float32
         )
         return grad_unembedding, g_hidden
 
@@ -154,7 +163,7 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
     grad_unembedding, g_hidden = jax.lax.scan(
         one_chunk, zeros, tuple(_split(x, chunk) for x in per_token)
     )
-    g_hidden = _join(g_hidden, hidden.shape[1])
+    g_hidden = _join(g_hidden, hidden.shape[2])
     return g_hidden, grad_unembedding.astype(unembedding.dtype), None
 
 
