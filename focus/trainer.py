@@ -110,6 +110,7 @@ class Trainer:
             micro_rows=config.learner.micro_rows,
             row_length=config.learner.row_length,
             attention=model.attention,
+            num_kv_heads=model.num_kv_heads,
         )
         self._optimizer = make_optimizer(experiment.optimizer_config(config))
         policy = policy_model(model)

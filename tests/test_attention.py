@@ -1,17 +1,14 @@
 """All backends of attention give the numbers of the plain one, whoever sees whom."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_program
 
-from focus.policy import attention
+from focus.policy import attention, blockwise
 from focus.policy.blockwise import allgather_attention, blockwise_attention
 from focus.policy.splash import splash_attention
 
@@ -105,14 +102,41 @@ def test_blockwise_memory_does_not_grow_with_the_square_of_the_length():
     assert temporaries("blockwise", 4096) < temporaries("plain", 4096) / 8
 
 
-def test_splash_equals_plain_on_documents():
-    length = 256
+@pytest.mark.parametrize("length", [256, 384])  # 384 is no multiple of 256, a block of it is
+def test_splash_equals_plain_on_documents_with_gradients(length):
     q, k, v = draw(1, 2, length, width=128)
-    node_id = jnp.asarray(np.repeat([[0, 1, 2], [0, 1, 1]], [100, 60, 96], axis=1), jnp.int32)
-    visible = jnp.broadcast_to(jnp.eye(3, dtype=jnp.int32) * length, (2, 3, 3))
-    plain = attention.row_attention("plain", (2, length), node_id, visible, SCALE)
-    got = splash_attention(q, k, v, node_id=node_id, scale=SCALE, interpret=True)
+    borders = [100, 60, 40, length - 200]
+    node_id = jnp.asarray(np.repeat([[0, 1, 2, -1], [0, 1, 1, 1]], borders, axis=1), jnp.int32)
+    plain = attention.row_attention("plain", (2, length), node_id, None, SCALE)
+
+    def kernels(q, k, v):
+        return splash_attention(q, k, v, node_id=node_id, scale=SCALE, interpret=True)
+
+    def real(attend):
+        """Without padding, which sees itself in one backend and its like in the other."""
+        return lambda q, k, v: jnp.where((node_id >= 0)[..., None, None], attend(q, k, v), 0.0)
+
+    got, want = (with_gradients(real(attend), q, k, v) for attend in (kernels, plain))
+    assert_same(got, want)
+    # What stands at padding reaches no other token.
+    at = (node_id < 0)[:, None, :, None]
+    changed = kernels(q, jnp.where(at, k + 1.0, k), jnp.where(at, v + 1.0, v))
+    np.testing.assert_array_equal(changed[0, :200], kernels(q, k, v)[0, :200])
+
+
+def test_splash_without_documents_is_causal():
+    q, k, v = draw(2, 1, 128, width=128)
+    plain = attention.row_attention("plain", (1, 128), None, None, SCALE)
+    got = splash_attention(q, k, v, node_id=None, scale=SCALE, interpret=True)
     np.testing.assert_allclose(got, plain(q, k, v), atol=1e-5)
+
+
+def test_rows_are_cut_into_few_even_blocks():
+    assert blockwise._even(521, 512) == 261  # a prime number of tokens: two blocks
+    assert blockwise._even(1024, 512) == 512 and blockwise._even(7, 512) == 7
+    for length in range(1, 70):
+        block = blockwise._even(length, 16)
+        assert block <= 16 and -(-length // block) == -(-length // 16)
 
 
 MESHES = """
@@ -120,8 +144,9 @@ import jax, numpy as np, jax.numpy as jnp
 from focus.learner import sharding
 from test_attention import SCALE, assert_same, draw, random_tree, with_gradients
 from focus.policy import attention
+from focus.policy.blockwise import allgather_attention
 
-length = 32
+length = 56  # a device's share of a row may be 7 tokens, and a block must not shrink to 1
 trees = [random_tree(i, length) for i in range(4)]
 node_id, visible = (jnp.asarray(np.stack(x)) for x in zip(*trees))
 q, k, v = draw(0, 4, length)
@@ -135,21 +160,15 @@ for shape in ((1, 1, 1, 8), (2, 1, 1, 4), (1, 2, 2, 2)):
         documents = attention.row_attention("allgather", (4, length), node_id, None, SCALE)
         alone = attention.row_attention("plain", (4, length), node_id, None, SCALE)
         assert_same(with_gradients(documents, q, k, v), with_gradients(alone, q, k, v))
+        small = lambda q, k, v: allgather_attention(
+            q, k, v, node_id=node_id, visible_until=visible, scale=SCALE, block=4)
+        assert_same(with_gradients(small, q, k, v), want)
     print("same on", shape)
 """
 
 
 def test_rows_cut_up_over_a_mesh_equal_whole_ones():
-    script = "import sys; sys.path.insert(0, 'tests')\n" + MESHES
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("same on") == 3
+    assert run_program(MESHES).count("same on") == 3
 
 
 def test_what_cannot_be_is_refused():
@@ -157,5 +176,10 @@ def test_what_cannot_be_is_refused():
         attention.row_attention("flash", (1, 8), None, None, 1.0)
     with pytest.raises(ValueError, match="give node_id as well"):
         attention.row_attention("plain", (1, 8), None, jnp.zeros((1, 1, 1), int), 1.0)
+    node_id, visible = jnp.zeros((1, 128), int), jnp.full((1, 1, 1), 128)
+    with pytest.raises(ValueError, match="'splash' knows documents .* share_prefixes=False"):
+        attention.row_attention("splash", (1, 128), node_id, visible, 1.0)
+    with pytest.raises(ValueError, match="a multiple of 128 tokens, got 200"):
+        splash_attention(*draw(0, 1, 200), node_id=None, scale=1.0, interpret=True)
     with pytest.raises(ValueError, match="needs a mesh with the axis 'sequence'"):
         allgather_attention(*draw(0, 1, 8), node_id=None, visible_until=None, scale=1.0)

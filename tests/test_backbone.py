@@ -3,26 +3,20 @@ once, sharded like the policy, part of every checkpoint."""
 
 import dataclasses
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
-from random_trajectories import VOCAB, make_forest, make_trajectory
+from learner_steps import born, evidence_of, forest, named, pack
+from random_trajectories import VOCAB, make_trajectory
 
 from focus import experiment
 from focus.critic import head
 from focus.learner import backbone, sharding, state, update
-from focus.learner.batches import credit_batch
 from focus.learner.critic import CriticLearner, CriticOptions
-from focus.learner.evidence import make_evidence
-from focus.learner.packing import pack_trajectories
 from focus.policy import transformer
 from focus.train import train
 
@@ -54,19 +48,6 @@ def make_critic(model=MODEL, mesh=MESH, **options):
     )
 
 
-def pack(trajectories):
-    return pack_trajectories(
-        trajectories, row_length=32, max_nodes=6, max_states=12, rows_multiple=2
-    )
-
-
-def start_of(critic, params=PARAMS, mesh=MESH):
-    """A critic's first state, born in its place."""
-    shapes = jax.eval_shape(critic.init, KEY, params)
-    places = sharding.shardings_of({"critic": shapes}, mesh)["critic"]
-    return jax.jit(critic.init, out_shardings=places)(KEY, params)
-
-
 def read(critic, critic_state, packed, params=PARAMS):
     """[B, S + 1, H] hidden states, as the trainer lays them out."""
     train_state = state.TrainState(np.int32(0), params, None, critic_state)
@@ -74,42 +55,14 @@ def read(critic, critic_state, packed, params=PARAMS):
     return packed.states_to_trajectories(hidden, (32, 6))
 
 
-def evidence_of(critic, critic_state, trajectories, hidden):
-    batch = credit_batch(
-        trajectories, num_segments=5, num_tokens=64, num_rows=32, num_continuations=8
-    )
-    return make_evidence(
-        trajectories,
-        batch,
-        hidden,
-        critic.belief(critic_state, hidden).mean,
-        size=128,
-        num_folds=1,
-        truncation="bootstrap",
-        discount=1.0,
-        lambda_=1.0,
-    )
-
-
 def learn(critic, trajectories, critic_state=None, *, key=KEY, params=PARAMS):
     packed = pack(trajectories)
     if critic_state is None:
-        critic_state = start_of(critic, params)
+        critic_state = born(critic, MESH, params)
     hidden = read(critic, critic_state, packed, params)
-    evidence, index = evidence_of(critic, critic_state, trajectories, hidden)
+    mean = critic.belief(critic_state, hidden).mean
+    evidence, index = evidence_of(trajectories, hidden, mean)
     return critic.learn(critic_state, evidence, key, packed=packed, index=index)
-
-
-def forest(seed=0, bases=6, branches=6):
-    """Rollouts that end well or badly, by their first token."""
-    return [
-        dataclasses.replace(t, outcome=float(t.states[0].prompt_ids[0] % 2))
-        for t in make_forest(seed, bases, branches)
-    ]
-
-
-def named(tree):
-    return {sharding.path_name(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def assert_close(a, b, **tolerance):
@@ -118,7 +71,7 @@ def assert_close(a, b, **tolerance):
 
 def test_the_backbone_starts_as_a_copy_of_the_policy_and_all_of_it_is_trained():
     critic = make_critic()
-    start = start_of(critic)
+    start = born(critic, MESH, PARAMS)
     copied = {name: x for name, x in PARAMS.items() if name != "lm_head"}
     jax.tree.map(np.testing.assert_array_equal, start.backbone, copied)
     packed = pack(forest())
@@ -156,7 +109,7 @@ def test_it_learns_a_value_that_the_policys_hidden_states_do_not_carry():
     blind = {**PARAMS, "layers": {**layers, "o_proj": 0 * layers["o_proj"]}}
 
     def train_and_test(critic):
-        critic_state = start_of(critic, blind)
+        critic_state = born(critic, MESH, blind)
         packed = pack(episodes(0))
         critic_state = critic.fit_standardisation(
             critic_state, read(critic, critic_state, packed, blind), packed.state_mask((32, 6))
@@ -219,10 +172,11 @@ def test_minibatches_of_a_pass_are_equal_in_the_mean():
 def test_evidence_lies_beside_the_row_of_its_state():
     trajectories = forest()
     critic = make_critic()
-    critic_state = start_of(critic)
+    critic_state = born(critic, MESH, PARAMS)
     packed = pack(trajectories)
     hidden = read(critic, critic_state, packed)
-    evidence, index = evidence_of(critic, critic_state, trajectories, hidden)
+    mean = critic.belief(critic_state, hidden).mean
+    evidence, index = evidence_of(trajectories, hidden, mean)
     batch = backbone.evidence_rows(packed, evidence, index, width=3)
     # Read where the rows say, every piece has the hidden state that it was made with.
     everything = np.asarray(jax.jit(MODEL.hidden)(PARAMS, batch.rows))
@@ -245,10 +199,11 @@ def test_evidence_lies_beside_the_row_of_its_state():
 def test_padding_reaches_nothing_and_a_step_without_evidence_changes_nothing():
     trajectories = forest()
     critic = make_critic(uncertainty="posterior")
-    critic_state = start_of(critic)
+    critic_state = born(critic, MESH, PARAMS)
     packed = pack(trajectories)
     hidden = read(critic, critic_state, packed)
-    evidence, index = evidence_of(critic, critic_state, trajectories, hidden)
+    mean = critic.belief(critic_state, hidden).mean
+    evidence, index = evidence_of(trajectories, hidden, mean)
     floats = ("features", "target", "weight", "cost", "cost_weight")
 
     def poisoned(mask):
@@ -291,7 +246,7 @@ def test_steps_of_any_size_are_traced_once():
 
 def test_a_loss_that_is_not_finite_leaves_the_state_alone():
     critic = make_critic(epochs=3, backbone_learning_rate=1e20)
-    start = start_of(critic)
+    start = born(critic, MESH, PARAMS)
     before = jax.tree.map(np.array, start)
     with pytest.raises(FloatingPointError, match="not replaced. Lower .*backbone_learning_rate"):
         learn(critic, forest(), start)
@@ -313,47 +268,6 @@ def test_a_backbone_lies_like_the_policy_and_heads_everywhere():
         assert set(places) == {specs[f"params/{name}"]}, name
     heads = [s for p, s in specs.items() if p.startswith("critic/") and "backbone" not in p]
     assert len(heads) > 20 and not any(heads)
-
-
-EIGHT_DEVICES = """
-import jax, numpy as np
-import test_backbone as t
-from focus.learner import sharding
-
-results = []
-for devices, shape in ((jax.devices()[:1], (1, 1, 1)), (jax.devices(), (1, 2, 2, 2))):
-    mesh = sharding.make_mesh(*shape, devices=devices)
-    critic = t.make_critic(mesh=mesh)
-    shapes = jax.eval_shape(critic.init, t.KEY, t.PARAMS)
-    places = sharding.shardings_of({"critic": shapes}, mesh)["critic"]
-    start = t.start_of(critic, jax.device_get(t.PARAMS), mesh)
-    end, metrics = t.learn(critic, t.forest(), start)
-    jax.tree.map(lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s, x.ndim)),
-                 (end.backbone, end.opt_state), (places.backbone, places.opt_state))
-    q = end.backbone["layers"]["q_proj"]
-    assert q.addressable_shards[0].data.size * shape[1] * shape[2] == q.size
-    results.append((jax.device_get(end.opt_state), metrics))
-(want, metrics), (got, more) = results
-t.assert_close(got, want, rtol=1e-3, atol=1e-6)
-t.assert_close(more, metrics, rtol=1e-4)
-print("same")
-"""
-
-
-def test_one_device_and_eight_give_the_same_update():
-    tests = Path(__file__).parent
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "same" in done.stdout
 
 
 def test_a_run_goes_on_with_its_own_backbone_after_a_stop(tmp_path, cache_dir):

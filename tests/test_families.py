@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -179,14 +180,64 @@ def test_backends_and_rematerialisation_change_nothing(pair):
         jax.tree.map(close, got, want)
 
 
-def test_bfloat16_computes_norms_softmax_and_logits_in_float32(pair):
+# Rounding to bfloat16 would show in these; products, and what is added to them, may be rounded.
+IN_FLOAT32 = {"exp", "log", "log1p", "rsqrt", "reduce_sum", "reduce_max", "cumsum", "sin", "cos"}
+
+
+def equations(jaxpr):
+    """All of a program's equations, those of loops and calls included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        is_program = lambda x: hasattr(x, "eqns")  # noqa: E731
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+            if is_program(inner):
+                yield from equations(inner)
+
+
+def test_bfloat16_rounds_products_and_computes_the_rest_in_float32(pair):
     _, config, params = pair
-    tokens = jnp.asarray(tokens_of(5, 2, 64))
+    tokens = jnp.asarray(tokens_of(5, 4, 64))
     low = dataclasses.replace(config, dtype="bfloat16")
-    assert hidden(low, params, tokens).dtype == jnp.bfloat16
+    traced = jax.make_jaxpr(lambda p: token_logprobs(low, p, tokens))(params)
+    seen, products = set(), set()
+    for equation in equations(traced.jaxpr):
+        kinds = {v.aval.dtype.name for v in equation.invars if v.aval.dtype.kind in "fV"}
+        if equation.primitive.name in IN_FLOAT32 and kinds:
+            assert kinds == {"float32"}, equation
+            seen.add(equation.primitive.name)
+        if equation.primitive.name == "dot_general":
+            products |= kinds
+            if VOCAB in equation.outvars[0].aval.shape:
+                assert equation.outvars[0].aval.dtype == jnp.float32
+    assert {"exp", "log", "rsqrt", "reduce_sum", "reduce_max", "sin"} <= seen
+    assert "bfloat16" in products
+
+    # 8 bits of mantissa, a dozen products deep: log-probs move by hundredths, without a bias.
     got, want = token_logprobs(low, params, tokens), token_logprobs(config, params, tokens)
     assert got.dtype == jnp.float32
-    assert float(jnp.abs(got - want).mean()) < 0.1
+    moved = np.asarray(got - want)[:, 1:]
+    assert 0 < np.sqrt(np.square(moved).mean()) < 0.05
+    assert np.abs(moved).max() < 0.3 and abs(moved.mean()) < 0.01
+
+    def loss(params, config):
+        return -token_logprobs(config, params, tokens)[:, 1:].mean()
+
+    low_grad, grad = (jax.jit(jax.grad(loss), static_argnums=1)(params, c) for c in (low, config))
+    got, want = (jax.flatten_util.ravel_pytree(g)[0] for g in (low_grad, grad))
+    assert got.dtype == jnp.float32
+    assert jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+
+
+def test_prefix_trees_are_refused_where_they_would_be_read_wrongly(pair):
+    _, config, params = pair
+    tokens = jnp.asarray(tokens_of(6, 1, 128))
+    tree = {"node_id": jnp.zeros((1, 128), int), "visible_until": jnp.full((1, 1, 1), 128)}
+    if models.is_recurrent(config):
+        with pytest.raises(ValueError, match="recurrent layers know documents .* share_prefixes"):
+            models.hidden_states(config, params, tokens, **tree)
+    config = dataclasses.replace(config, attention="splash")
+    with pytest.raises(ValueError, match="documents side by side .* share_prefixes=False"):
+        models.hidden_states(config, params, tokens, **tree)
 
 
 def test_parameters_have_the_declared_shapes_and_axes(pair):

@@ -2,67 +2,20 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from families import FAMILIES, SMALL, make_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import run_program
 
-from focus.policy import hf, hf_config, qwen3_5, transformer
+from focus.policy import hf, hf_config, transformer
 from focus.policy import model as models
-from focus.policy.transformer import ModelConfig
 
-SMALL = ModelConfig(
-    vocab_size=48,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=24,
-    max_context=64,
-)
-CONFIGS = {
-    "qwen3": SMALL,
-    "qwen2": dataclasses.replace(SMALL, qk_norm=False, attention_bias=True, head_dim=4),
-    "llama": dataclasses.replace(SMALL, qk_norm=False, tie_embeddings=False),
-    "llama3": dataclasses.replace(
-        SMALL, qk_norm=False, rope_theta=1e4, rope_llama3=(8.0, 1.0, 4.0, 16)
-    ),
-    "qwen3_5": qwen3_5.Qwen3_5Config(
-        vocab_size=48,
-        d_model=16,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        d_ff=24,
-        max_context=64,
-        full_attention_interval=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_dim=4,
-        linear_value_dim=4,
-    ),
-}
-each_family = pytest.mark.parametrize("family", sorted(CONFIGS))
-
-
-def make_params(config, seed=0):
-    """Of a usual size, norms and biases random too: a tensor that is lost must show."""
-    rng = np.random.default_rng(seed)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jax.tree.map(
-        lambda shape: jnp.asarray(0.3 * rng.standard_normal(shape, np.float32)),
-        models.param_shapes(config),
-        is_leaf=is_shape,
-    )
+each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 
 
 def assert_equal_bits(a, b):
@@ -78,7 +31,7 @@ def files_of(path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_file_bytes", [2**30, 4000])
 def test_save_load_save_is_equal_byte_by_byte(family, dtype, max_file_bytes, tmp_path):
-    config, params = CONFIGS[family], make_params(CONFIGS[family])
+    config, params = FAMILIES[family], make_params(FAMILIES[family])
     hf.save_checkpoint(tmp_path / "a", config, params, dtype=dtype, max_file_bytes=max_file_bytes)
     loaded_config, loaded = hf.load_checkpoint(tmp_path / "a", dtype=dtype)
     assert loaded_config == dataclasses.replace(config, dtype=dtype)
@@ -100,7 +53,7 @@ def test_save_load_save_is_equal_byte_by_byte(family, dtype, max_file_bytes, tmp
 def test_transformers_reads_our_export_and_agrees(family, tmp_path):
     torch = pytest.importorskip("torch", reason="parity needs the dev extra")
     transformers = pytest.importorskip("transformers", reason="parity needs the dev extra")
-    config, params = CONFIGS[family], make_params(CONFIGS[family])
+    config, params = FAMILIES[family], make_params(FAMILIES[family])
     hf.save_checkpoint(tmp_path / "ours", config, params, dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 40))
@@ -133,7 +86,7 @@ def shardings_of(config, devices):
 
 def check_slices(family, tmp_path):
     """Loads onto four devices and counts what each of them reads; runs in its own process."""
-    config, params = CONFIGS[family], make_params(CONFIGS[family])
+    config, params = FAMILIES[family], make_params(FAMILIES[family])
     hf.save_checkpoint(tmp_path / "a", config, params, dtype="float32")
     read = {}
     original = hf_config.Tensor.read
@@ -157,25 +110,16 @@ def check_slices(family, tmp_path):
 
 
 def test_each_device_reads_its_own_slices(tmp_path):
-    tests = Path(__file__).parent
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
-    }
     program = (
         "import pathlib, sys, test_hf\n"
         "for family in ('qwen2', 'llama'):\n"
         "    test_hf.check_slices(family, pathlib.Path(sys.argv[1]) / family)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program(program, tmp_path, devices=4)
 
 
 def test_an_existing_directory_keeps_what_is_no_weight(tmp_path):
-    config, params = CONFIGS["llama"], make_params(CONFIGS["llama"])
+    config, params = FAMILIES["llama"], make_params(FAMILIES["llama"])
     hf.save_checkpoint(tmp_path / "a", config, params, dtype="float32", max_file_bytes=4000)
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
     hf.save_checkpoint(tmp_path / "a", config, make_params(config, 7), dtype="float32")
@@ -247,7 +191,7 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_read(
 
 
 def test_a_text_model_beside_a_vision_tower(tmp_path):
-    config, params = CONFIGS["qwen3_5"], make_params(CONFIGS["qwen3_5"])
+    config, params = FAMILIES["qwen3_5"], make_params(FAMILIES["qwen3_5"])
     hf.save_checkpoint(tmp_path, config, params, dtype="float32")
     fields = json.loads((tmp_path / "config.json").read_text())
     nested = {"model_type": "qwen3_5", "text_config": fields}
@@ -270,7 +214,7 @@ def test_a_text_model_beside_a_vision_tower(tmp_path):
 
 
 def test_llama_without_grouped_heads_needs_no_field_for_them(tmp_path):
-    config = dataclasses.replace(CONFIGS["llama"], num_kv_heads=4)
+    config = dataclasses.replace(FAMILIES["llama"], num_kv_heads=4)
     hf.save_checkpoint(tmp_path, config, make_params(config), dtype="float32")
     edit_config(tmp_path, num_key_value_heads=None)
     assert hf.read_config(tmp_path) == config

@@ -1,126 +1,49 @@
 """Two real processes with four devices each do what one process with eight does."""
 
+import collections
 import dataclasses
+import functools
 import json
-import os
+import math
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
+import learner_steps
 import numpy as np
 import pytest
-from random_trajectories import make_forest
+from families import FAMILIES, make_params
+from learner_steps import born, evidence_of, forest
+from processes import JOIN, TESTS, environment, free_port, together
 
 from focus.critic.head import CriticConfig
 from focus.journal import read_json_lines
 from focus.learner import hosts, losses, sharding, state, update
 from focus.learner.backbone import BackboneCritic, BackboneOptions
-from focus.learner.batches import credit_batch
 from focus.learner.critic import CriticLearner, CriticOptions
-from focus.learner.evidence import make_evidence
-from focus.learner.packing import pack_trajectories
 from focus.metrics import read_metrics
-from focus.policy import transformer
+from focus.policy import hf, hf_config, transformer
+from focus.policy import model as models
 
-TESTS = Path(__file__).parent
 MICRO_ROWS = 8
-CONFIG = transformer.ModelConfig(
-    vocab_size=16,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=32,
-    max_context=64,
-)
+CONFIG = FAMILIES["qwen3"]
+KEY = jax.random.key(0)
 HEADS = CriticConfig(feature_dim=16, num_members=8, hidden_dim=8)
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
-def environment(devices):
-    return os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-
-
-def together(source, *arguments, processes=2, devices=8, wait=True):
-    """Runs a program in several processes that share `devices`; their outputs, or the processes."""
-    address = f"localhost:{free_port()}"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", source, address, str(processes), str(i), *map(str, arguments)],
-            env=environment(devices // processes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(processes)
-    ]
-    if not wait:
-        return started
-    try:
-        return [(*p.communicate(timeout=400), p.returncode) for p in started]
-    finally:
-        for process in started:
-            process.kill()
-
-
-JOIN = """
-import sys
-from focus.learner import hosts
-address, count, index = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-if count > 1:
-    hosts.initialize(address, count, index)
-"""
+pack = functools.partial(learner_steps.pack, rows_multiple=MICRO_ROWS // 2)
 
 
 # The learner.
-
-
-def forest(seed):
-    """Rollouts with ids of their own, that end well or badly by their first token."""
-
-    def renamed(name):
-        return name and f"{seed}-{name}"
-
-    return [
-        dataclasses.replace(
-            t,
-            id=renamed(t.id),
-            parent=renamed(t.parent),
-            outcome=float(t.states[0].prompt_ids[0] % 2),
-        )
-        for t in make_forest(seed, 3, 5)
-    ]
 
 
 def join(trees):
     return jax.tree.map(lambda *x: np.concatenate(x), *trees)
 
 
-def pack(trajectories):
-    return pack_trajectories(
-        trajectories, row_length=32, max_nodes=6, max_states=12, rows_multiple=MICRO_ROWS // 2
-    )
-
-
 def learner_report():
     """Numbers that the learner gives on two forests, of which a process may hold one or both."""
-    forests = [forest(0), forest(1)]
+    forests = [forest(0, 3, 5), forest(1, 3, 5)]
     forests = forests if hosts.count() == 1 else [forests[hosts.index()]]
     mesh = sharding.make_mesh(-1, 2, 2)
     model = update.policy_model(CONFIG)
@@ -130,7 +53,7 @@ def learner_report():
     def init(key):
         return state.init_state(transformer.init_params(CONFIG, key), optimizer)
 
-    train_state, shardings = sharding.init_sharded(init, jax.random.key(0), mesh=mesh)
+    train_state, shardings = sharding.init_sharded(init, KEY, mesh=mesh)
     report = critic_report(mesh, score, train_state, forests)
     report |= backbone_report(mesh, model, train_state, forests)
 
@@ -156,30 +79,6 @@ def learner_report():
     params = jax.device_get(hosts.local(train_state.params))
     report["params"] = [float(np.abs(x).sum()) for x in jax.tree.leaves(params)]
     return report
-
-
-def evidence_of(trajectories, hidden):
-    batch = credit_batch(
-        trajectories, num_segments=4, num_tokens=64, num_rows=len(hidden), num_continuations=8
-    )
-    return make_evidence(
-        trajectories,
-        batch,
-        hidden,
-        np.zeros(hidden.shape[:2], np.float32),
-        size=64,
-        num_folds=1,
-        truncation="bootstrap",
-        discount=1.0,
-        lambda_=1.0,
-    )
-
-
-def born(critic, mesh, params):
-    """A critic's first state, and where it lies."""
-    shapes = jax.eval_shape(critic.init, jax.random.key(1), params)
-    places = sharding.shardings_of({"critic": shapes}, mesh)["critic"]
-    return jax.jit(critic.init, out_shardings=places)(jax.random.key(1), params)
 
 
 def critic_report(mesh, score, train_state, forests):
@@ -322,6 +221,74 @@ def test_two_processes_exchange_and_fail_together():
 def test_bad_addresses_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         hosts.initialize(*arguments)
+
+
+# Weights in files.
+
+
+def check_weights(directory, elsewhere):
+    """Loads into shards of all processes and saves from them; runs in every process."""
+    read, written = collections.Counter(), []
+    read_tensor, write_file = hf_config.Tensor.read, hf._write_file
+
+    def counting(self, source, index, dtype):
+        value = read_tensor(self, source, index, dtype)
+        read[self.name] += value.size
+        return value
+
+    def noting(path, *arguments, mine):
+        if mine:
+            written.append(path.name)
+        write_file(path, *arguments, mine=mine)
+
+    hf_config.Tensor.read, hf._write_file = counting, noting
+    mesh = sharding.make_mesh(1, 4, 2)
+    report = {}
+    for family, config in FAMILIES.items():
+        read.clear()
+        written.clear()
+        shapes = jax.eval_shape(lambda key, c=config: models.init_params(c, key), KEY)
+        places = sharding.shardings_of(shapes, mesh)
+        loaded, params = hf.load_checkpoint(directory / family, shardings=places)
+        assert loaded == config
+        assert jax.tree.map(lambda x: x.sharding, params) == places
+        for tensor in hf_config.tensors(config):
+            if "fsdp" in hf._sharding_of(places, tensor.parameter).spec:  # lies across processes
+                assert read[tensor.name] == math.prod(tensor.shape) // 2, tensor.name
+        hf.save_checkpoint(
+            directory / f"{family}-again", config, params, dtype="float32", max_file_bytes=4000
+        )
+        report[family] = list(written)
+    with pytest.raises(ValueError, match=r"processes \[1\] do not see .*all processes share"):
+        hf.save_checkpoint(elsewhere, config, params, dtype="float32")
+    return report
+
+
+WEIGHTS = (
+    JOIN
+    + """
+import json, pathlib, test_multihost
+directory = pathlib.Path(sys.argv[4])
+report = test_multihost.check_weights(directory, directory / str(index) / "model")
+print("report", json.dumps(report), flush=True)
+"""
+)
+
+
+def test_two_processes_load_their_shards_and_write_their_share_of_the_files(tmp_path):
+    for family, config in FAMILIES.items():
+        params = make_params(config)
+        hf.save_checkpoint(tmp_path / family, config, params, dtype="float32", max_file_bytes=4000)
+    first, second = reports(together(WEIGHTS, tmp_path))
+    for family in FAMILIES:
+        want, got = (
+            {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+            for name in (family, f"{family}-again")
+        )
+        assert got == want
+        files = sorted(name for name in want if name.endswith(".safetensors"))
+        assert sorted(first[family] + second[family]) == files
+        assert abs(len(first[family]) - len(second[family])) <= 1
 
 
 # Whole runs.

@@ -2,56 +2,28 @@
 
 import dataclasses
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import FAMILIES
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from learner_steps import born, evidence_of, forest, named, pack
+from processes import run_program
 
-from focus.learner import sharding, state
+from focus.critic.head import CriticConfig
+from focus.learner import losses, sharding, state, update
+from focus.learner.backbone import BackboneCritic, BackboneOptions
+from focus.learner.critic import CriticLearner, CriticOptions
 from focus.policy import model as models
-from focus.policy import qwen3_5, transformer
+from focus.policy import transformer
 
-CONFIG = transformer.ModelConfig(
-    vocab_size=16,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=32,
-    max_context=64,
-    attention_bias=True,
-    tie_embeddings=False,
-)
+CONFIG = dataclasses.replace(FAMILIES["qwen2"], tie_embeddings=False)
 KEY = jax.random.key(0)
-FAMILIES = {
-    "qwen3": dataclasses.replace(CONFIG, attention_bias=False),
-    "qwen2": dataclasses.replace(CONFIG, qk_norm=False, tie_embeddings=True),
-    "llama": dataclasses.replace(CONFIG, qk_norm=False, attention_bias=False),
-    "qwen3_5": qwen3_5.Qwen3_5Config(
-        vocab_size=16,
-        d_model=16,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        d_ff=32,
-        max_context=64,
-        full_attention_interval=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=8,
-        linear_key_dim=4,
-        linear_value_dim=4,
-    ),
-}
+HEADS = CriticConfig(feature_dim=16, num_members=8, hidden_dim=8)
+MICRO_ROWS = 8
 # Every way to write 8 devices as data x fsdp x tensor x sequence.
 SHAPES = [s for s in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(s) == 8]
 
@@ -143,7 +115,7 @@ def test_only_vectors_lie_on_every_device():
 
 def test_rows_that_a_mesh_cannot_hold_are_refused():
     mesh = abstract_mesh(2, 2, 1, 2)
-    good = {"micro_rows": 8, "row_length": 32, "attention": "allgather"}
+    good = {"micro_rows": 8, "row_length": 32, "attention": "allgather", "num_kv_heads": 2}
     sharding.check_mesh(mesh, **good)
     for change, message in (
         ({"micro_rows": 6}, "learner.micro_rows=6 .* make it a multiple of 4"),
@@ -152,130 +124,147 @@ def test_rows_that_a_mesh_cannot_hold_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             sharding.check_mesh(mesh, **(good | change))
-    sharding.check_mesh(abstract_mesh(2, 2, 2), **(good | {"attention": "splash"}))
+    kernels, mesh = good | {"attention": "splash", "row_length": 256}, abstract_mesh(2, 2, 2)
+    sharding.check_mesh(mesh, **kernels)
+    with pytest.raises(ValueError, match="learner.row_length=192: .* wants a multiple of 128"):
+        sharding.check_mesh(mesh, **(kernels | {"row_length": 192}))
+    for options in (kernels, good):
+        with pytest.raises(ValueError, match="3 key heads .* mesh.tensor=2 devices"):
+            sharding.check_mesh(mesh, **(options | {"num_kv_heads": 3}))
+    sharding.check_mesh(mesh, **(good | {"num_kv_heads": 3, "attention": "plain"}))
 
 
-EIGHT_DEVICES = """
-import json, sys
-import jax, numpy as np
-from focus.learner import losses, sharding, state, update
-from focus.learner.packing import pack_trajectories
-from focus.policy import model as models
-from random_trajectories import make_forest
-import test_sharding
-
-assert len(jax.devices()) == 8
-mesh = sharding.make_mesh(-1, 2, 1, 2)
-assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1, "sequence": 2}
-try:
-    sharding.shard_rows(np.zeros((6, 3)), mesh)
-except ValueError as error:
-    assert "6 rows cannot be spread over 4 devices" in str(error)
-else:
-    raise AssertionError("6 rows on 4 devices")
-
-config, shapes = test_sharding.FAMILIES[sys.argv[1]], json.loads(sys.argv[2])
-model = update.policy_model(config)
-optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2))
-rows = pack_trajectories(
-    make_forest(0, 8, 8), row_length=32, max_nodes=8, max_states=12,
-    share_prefixes=models.shares_prefixes(config)).rows
-rng = np.random.default_rng(0)
-normal = lambda: 0.1 * rng.normal(size=rows.tokens.shape).astype(np.float32)
+def test_rows_that_do_not_divide_are_refused_before_they_are_placed():
+    with pytest.raises(ValueError, match="6 rows cannot be spread over 4 devices"):
+        sharding.shard_rows(np.zeros((6, 4)), abstract_mesh(2, 2, 1, 2))
+    with pytest.raises(ValueError, match="rows of 3 tokens cannot be cut into 2 parts"):
+        sharding.shard_rows(np.zeros((8, 3)), abstract_mesh(2, 2, 1, 2))
 
 
-def init(key):
-    return state.init_state(models.init_params(config, key), optimizer)
+# One device and eight. What runs on eight runs in processes of its own.
 
 
-def run(devices, *shape):
-    mesh = sharding.make_mesh(*shape, devices=devices)
-    train_state, shardings = sharding.init_sharded(init, jax.random.key(0), mesh=mesh)
-    jax.tree.map(lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s, x.ndim)),
-                 train_state, shardings)
-    for (path, x), place in zip(
-        jax.tree_util.tree_leaves_with_path(train_state), jax.tree.leaves(shardings)
-    ):
-        cut = np.prod([mesh.shape[axis] for axis in place.spec if axis])
-        assert x.addressable_shards[0].data.size * cut == x.size, path
-        assert x.ndim < 2 or any(place.spec) or path[-1].key.endswith(
-            ("norm", "A_log", "dt_bias")), path
-    traces = []
+def learner_steps_on(config, mesh):
+    """Numbers that scoring, two updates of the policy and one of each critic give."""
+    model = update.policy_model(config)
+    optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2))
+    trajectories = forest(0, 8, 8)
+    packed = pack(trajectories, share_prefixes=models.shares_prefixes(config))
+    rows, traces = packed.rows, []
 
     def hidden(params, rows):
         traces.append(1)
         return model.hidden(params, rows)
 
-    counted = update.PolicyModel(hidden, model.unembedding)
-    scores = update.make_score_fn(counted, mesh=mesh, micro_rows=8)(train_state.params, rows)
-    step = update.make_policy_update(
-        counted, optimizer, losses.PolicyLossConfig(entropy_coefficient=0.01),
-        update.UpdateConfig(micro_rows=8), mesh=mesh, shardings=shardings)
-    batch = update.PolicyBatch(
-        rows, rows.generated_mask, ADVANTAGES, scores.logp, scores.logp + GAP)
-    metrics = []
-    for _ in range(2):
-        train_state, more = step(train_state, batch)
-        metrics.append(more)
-    assert len(traces) == 2, "one trace of the score, one of the loss"
-    jax.tree.map(lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s, x.ndim)),
-                 train_state, shardings)
-    return scores, metrics, jax.device_get(train_state)
-
-
-ADVANTAGES, GAP = 10 * normal(), normal()
-want_scores, want_metrics, want_state = run(jax.devices()[:1], 1, 1, 1, 1)
-states = rows.state_pos >= 0
-for shape in shapes:
-    scores, metrics, train_state = run(jax.devices(), *shape)
-    mask = rows.generated_mask
-    np.testing.assert_allclose(scores.logp[mask], want_scores.logp[mask], atol=1e-5)
-    np.testing.assert_allclose(
-        scores.state_hidden[states], want_scores.state_hidden[states], atol=1e-4)
-    for got, want in zip(metrics, want_metrics):
-        for name in want:
-            np.testing.assert_allclose(got[name], want[name], rtol=1e-3, atol=1e-5, err_msg=name)
-        for name in ("loss", "grad_norm"):
-            np.testing.assert_allclose(got[name], want[name], rtol=1e-5, err_msg=name)
-    # First moments are the gradients, up to a factor; Adam's quotient would hide their size.
-    for path, a in jax.tree_util.tree_leaves_with_path(train_state.opt_state):
-        b = want_state.opt_state
-        for key in path:
-            b = b[key.idx] if hasattr(key, "idx") else (
-                b[key.key] if hasattr(key, "key") else getattr(b, key.name))
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5 * np.abs(b).max())
-    print("same", shape, flush=True)
-"""
-
-
-def check_shapes(family, shapes):
-    """Mesh shapes in a process with 8 virtual devices; nothing compiles twice."""
-    tests = Path(__file__).parent
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        # Little optimisation: these programs run a few times, compiling them is what costs.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES, family, json.dumps(shapes)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=1200,
+    counted = dataclasses.replace(model, hidden=hidden)
+    train_state, shardings = sharding.init_sharded(
+        lambda key: state.init_state(models.init_params(config, key), optimizer), KEY, mesh=mesh
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("same") == len(shapes)
+    assert_placed(train_state, shardings, mesh)
+    score = update.make_score_fn(counted, mesh=mesh, micro_rows=MICRO_ROWS)
+    scores = score(train_state.params, rows)
+    report = {
+        "logp": scores.logp[rows.generated_mask],
+        "entropy": scores.entropy[rows.generated_mask],
+        "hidden": scores.state_hidden[rows.state_pos >= 0],
+    }
+    report |= critic_steps(model, score, train_state, trajectories, packed, mesh)
+
+    normal = 0.1 * np.random.default_rng(0).normal(size=(2, *rows.tokens.shape)).astype(np.float32)
+    batch = update.PolicyBatch(
+        rows, rows.generated_mask, 10 * normal[0], scores.logp, scores.logp + normal[1]
+    )
+    step = update.make_policy_update(
+        counted,
+        optimizer,
+        losses.PolicyLossConfig(entropy_coefficient=0.01),
+        update.UpdateConfig(micro_rows=MICRO_ROWS),
+        mesh=mesh,
+        shardings=shardings,
+    )
+    for i in range(2):
+        train_state, metrics = step(train_state, batch)
+        report |= {f"update{i}/{name}": value for name, value in metrics.items()}
+    assert len(traces) == 2, "one trace of the score, one of the loss"
+    assert_placed(train_state, shardings, mesh)
+    return report | gradients(train_state.opt_state)
+
+
+def critic_steps(model, score, train_state, trajectories, packed, mesh):
+    """What the critic with the policy's hidden states learns, and the one with its own."""
+    report, shape = {}, (len(trajectories), packed.num_states)
+    for name, critic in {
+        "heads": CriticLearner(
+            HEADS, CriticOptions(minibatch_size=32, capacity=256, epochs=1), score, mesh=mesh
+        ),
+        "backbone": BackboneCritic(
+            HEADS,
+            BackboneOptions(micro_rows=MICRO_ROWS, epochs=1),
+            model,
+            train_state.params,
+            mesh=mesh,
+        ),
+    }.items():
+        start = born(critic, mesh, train_state.params)
+        hidden = critic.features(dataclasses.replace(train_state, critic=start), packed.rows)
+        hidden = packed.states_to_trajectories(hidden, shape)
+        evidence, index = evidence_of(trajectories, hidden)
+        end, metrics = critic.learn(start, evidence, KEY, packed=packed, index=index)
+        report |= {f"{name}/{metric}": value for metric, value in metrics.items()}
+        report |= gradients(end.opt_state, name)
+    shapes = jax.eval_shape(critic.init, KEY, train_state.params)
+    assert_placed(end, sharding.shardings_of({"critic": shapes}, mesh)["critic"], mesh)
+    return report
+
+
+def gradients(opt_state, prefix=""):
+    """First moments: the gradients up to a factor. Adam's quotient would hide their size."""
+    moments = {name: x for name, x in named(jax.device_get(opt_state)).items() if "/mu/" in name}
+    assert moments
+    return {f"{prefix}/mu/{name}": x for name, x in moments.items()}
+
+
+def assert_placed(tree, shardings, mesh):
+    """Every array lies where the rules say, and a device holds its part only."""
+    places = named(shardings)
+    for name, x in named(tree).items():
+        assert x.sharding.is_equivalent_to(places[name], x.ndim), name
+        cut = math.prod(mesh.shape[axis] for axis in places[name].spec if axis)
+        assert x.addressable_shards[0].data.size * cut == x.size, name
+
+
+def compare_meshes(family, shapes):
+    """Fails unless meshes of eight devices give the numbers of one device."""
+    assert len(jax.devices()) == 8
+    config = FAMILIES[family]
+    want = learner_steps_on(config, sharding.make_mesh(devices=jax.devices()[:1]))
+    assert want["update0/grad_norm"] > 0 and want["backbone/grad_norm"] > 0
+    for shape in shapes:
+        mesh = sharding.make_mesh(*shape)
+        by_shares = mesh.shape["sequence"] > 1 and config.num_kv_heads % mesh.shape["tensor"] == 0
+        attention = "allgather" if by_shares else "plain"
+        got = learner_steps_on(dataclasses.replace(config, attention=attention), mesh)
+        assert set(got) == set(want)
+        for name, value in want.items():
+            tolerance = {"rtol": 1e-4, "atol": 5e-5 * np.abs(value).max() + 1e-9}
+            if name in ("update0/loss", "update0/grad_norm", "backbone/grad_norm"):
+                tolerance = {"rtol": 1e-5}
+            np.testing.assert_allclose(got[name], value, **tolerance, err_msg=f"{shape} {name}")
+        print("same", shape, flush=True)
+
+
+def check_meshes(family, shapes):
+    program = f"import test_sharding as t; t.compare_meshes({family!r}, {shapes})"
+    out = run_program(program, timeout=3000)
+    assert out.count("same") == len(shapes)
 
 
 def test_one_device_and_eight_give_the_same_losses_and_gradients():
-    check_shapes("qwen2", [(8, 1, 1, 1), (1, 2, 2, 2), (2, 4, 1, 1)])
+    check_meshes("qwen2", [(8, 1, 1, 1), (1, 2, 2, 2), (2, 4, 1, 1)])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_5"])
 def test_every_mesh_of_eight_devices_gives_the_same_losses_and_gradients(family):
     assert len(SHAPES) == 20
-    check_shapes(family, SHAPES)
+    check_meshes(family, SHAPES)

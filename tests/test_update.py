@@ -105,6 +105,31 @@ def test_scores_do_not_depend_on_micro_batches_and_compile_once():
     np.testing.assert_allclose(scores.logp[row, at], want, atol=1e-5)
 
 
+def test_prefix_trees_are_refused_where_a_model_knows_documents_only():
+    packed = packed_forest()
+    params = jax.jit(INIT)(jax.random.key(0))
+    train_state, shardings = new_state()
+    model = dataclasses.replace(MODEL, shares_prefixes=False)
+    score = update.make_score_fn(model, mesh=MESH, micro_rows=2)
+    step = update.make_policy_update(
+        model,
+        OPTIMIZER,
+        losses.PolicyLossConfig(),
+        update.UpdateConfig(micro_rows=2),
+        mesh=MESH,
+        shardings=shardings,
+    )
+    message = r"row \d+ is a prefix tree, .* share_prefixes=False"
+    with pytest.raises(ValueError, match=message):
+        score(params, packed.rows)
+    with pytest.raises(ValueError, match=message):
+        step(train_state, policy_batch(packed))
+    whole = pack_trajectories(
+        make_forest(0), row_length=32, max_nodes=6, max_states=12, share_prefixes=False
+    )
+    update.check_rows(model, whole.rows)
+
+
 def test_gradients_do_not_depend_on_micro_batches():
     """Pitfall 11 through the whole path: rows carry very different numbers of tokens."""
     batch = policy_batch(packed_forest())

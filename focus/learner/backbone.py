@@ -28,7 +28,7 @@ from focus.learner import hosts, sharding
 from focus.learner.critic import CriticReader
 from focus.learner.packing import PackedRows, Rows, take_rows
 from focus.learner.state import OptimizerConfig, TrainState, make_optimizer
-from focus.learner.update import PolicyModel, Scores, blocks, take_positions
+from focus.learner.update import PolicyModel, Scores, blocks, check_rows, take_positions
 from focus.types import Array
 
 
@@ -333,6 +333,7 @@ class BackboneCritic(CriticReader):
                     yield rows, len(rows) / num_rows
 
     def _read(self, backbone: Any, rows: Rows) -> np.ndarray:
+        check_rows(self._model, rows)
         parts = []
         most = max(hosts.gather(rows.num_rows))
         for block in blocks(np.arange(rows.num_rows), len(self._own), most):

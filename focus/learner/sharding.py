@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from focus.learner import hosts
+from focus.policy.splash import LANES
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 ROW_SPEC = PartitionSpec(("data", "fsdp"))
@@ -55,6 +56,8 @@ ROW_RULES: Rules = (
 # Attention backends that are right, and lean, when the tokens of a row are cut up. "plain" is
 # gathered by the compiler: right everywhere, with memory quadratic in the length.
 SEQUENCE_BACKENDS = ("plain", "allgather")
+# Backends that run on each device by themselves, with whole heads.
+LOCAL_BACKENDS = ("allgather", "splash")
 
 
 def make_mesh(
@@ -112,14 +115,17 @@ def make_mesh(
     return mesh
 
 
-def check_mesh(mesh: Mesh, *, micro_rows: int, row_length: int, attention: str = "plain") -> None:
-    """Checks that rows can be spread over a mesh.
+def check_mesh(
+    mesh: Mesh, *, micro_rows: int, row_length: int, attention: str, num_kv_heads: int
+) -> None:
+    """Checks that rows and heads can be spread over a mesh.
 
     Args:
       mesh: the mesh.
       micro_rows: rows that go through the model at a time.
       row_length: tokens of a row.
       attention: name of the attention backend.
+      num_kv_heads: key heads of the model.
 
     Raises:
       ValueError: names the key, its value, and what would be right.
@@ -139,6 +145,16 @@ def check_mesh(mesh: Mesh, *, micro_rows: int, row_length: int, attention: str =
         raise ValueError(
             f"model.attention={attention!r} wants whole rows, and mesh.sequence={sequence} cuts "
             f"them; use one of {', '.join(SEQUENCE_BACKENDS)}, or mesh.sequence=1"
+        )
+    if attention in LOCAL_BACKENDS and num_kv_heads % mesh.shape["tensor"]:
+        raise ValueError(
+            f"model.attention={attention!r}: {num_kv_heads} key heads (model.num_kv_heads) cannot "
+            f"be spread over mesh.tensor={mesh.shape['tensor']} devices; make it a divisor, or use "
+            "'plain'"
+        )
+    if attention == "splash" and row_length % LANES:
+        raise ValueError(
+            f"learner.row_length={row_length}: model.attention='splash' wants a multiple of {LANES}"
         )
 
 

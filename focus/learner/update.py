@@ -42,14 +42,17 @@ class PolicyModel:
     Attributes:
       hidden: `(params, rows) -> [R, L, H]` final hidden states of packed rows.
       unembedding: `params -> [V, H]`.
+      shares_prefixes: whether rows may be prefix trees, see `check_rows`.
     """
 
     hidden: Callable[[Params, Rows], Array]
     unembedding: Callable[[Params], Array]
+    shares_prefixes: bool = True
 
 
 def policy_model(config: models.Config) -> PolicyModel:
     """A `PolicyModel` of any family."""
+    shares_prefixes = models.shares_prefixes(config)
 
     def hidden(params: Params, rows: Rows) -> Array:
         return models.hidden_states(
@@ -58,10 +61,32 @@ def policy_model(config: models.Config) -> PolicyModel:
             rows.tokens,
             positions=rows.positions,
             node_id=rows.node_id,
-            visible_until=rows.visible_until,
+            visible_until=rows.visible_until if shares_prefixes else None,
         )
 
-    return PolicyModel(hidden, lambda params: models.unembedding(config, params))
+    return PolicyModel(hidden, lambda params: models.unembedding(config, params), shares_prefixes)
+
+
+def check_rows(model: PolicyModel, rows: Rows) -> None:
+    """Checks that a model can read rows.
+
+    Args:
+      model: the model.
+      rows: packed rows (NumPy).
+
+    Raises:
+      ValueError: a row is a prefix tree, and the model knows only documents side by side.
+    """
+    if model.shares_prefixes:
+        return
+    nodes = rows.visible_until.shape[1]
+    between = (rows.visible_until != 0) & ~np.eye(nodes, dtype=bool)
+    if between.any():
+        raise ValueError(
+            f"row {between.any(axis=(1, 2)).argmax()} is a prefix tree, and this model (recurrent, "
+            "or with attention='splash') knows only documents side by side; pack with "
+            "share_prefixes=False"
+        )
 
 
 def complete(params: Params, frozen: Params | None) -> Params:
@@ -150,6 +175,7 @@ def make_score_fn(
     own = sharding.rows_of_process(mesh, micro_rows)
 
     def score(params: Params, rows: Rows) -> Scores:
+        check_rows(model, rows)
         parts = []
         most = max(hosts.gather(rows.num_rows))
         for index in blocks(np.arange(rows.num_rows), len(own), most):
@@ -277,7 +303,7 @@ def make_policy_update(
     """
 
     loss = make_policy_loss(model, loss_config, config.temperature)
-    return _make_update(loss, optimizer, config, mesh, shardings, frozen)
+    return _make_update(model, loss, optimizer, config, mesh, shardings, frozen)
 
 
 def make_supervised_update(
@@ -296,7 +322,7 @@ def make_supervised_update(
         logp, _ = row_logprobs(model, params, batch.rows, hidden, config.temperature)
         return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
 
-    return _make_update(loss, optimizer, config, mesh, shardings, frozen)
+    return _make_update(model, loss, optimizer, config, mesh, shardings, frozen)
 
 
 def jit_accumulate(loss: LossFn, mesh: Mesh, param_shardings: Any) -> Callable[..., Any]:
@@ -393,7 +419,13 @@ def make_gradient_fn(
 
 
 def _make_update(
-    loss: LossFn, optimizer, config: UpdateConfig, mesh, shardings: TrainState, frozen
+    model: PolicyModel,
+    loss: LossFn,
+    optimizer: optax.GradientTransformation,
+    config: UpdateConfig,
+    mesh: Mesh,
+    shardings: TrainState,
+    frozen: Params | None,
 ):
     gradient = make_gradient_fn(loss, mesh, config.micro_rows, shardings.params, frozen)
     norm = jax.jit(optax.global_norm)
@@ -401,6 +433,7 @@ def _make_update(
     apply = jit_apply(optimizer, shardings)
 
     def update(state: TrainState, batch) -> tuple[TrainState, Metrics]:
+        check_rows(model, batch.rows)
         step = int(jax.device_get(state.step))
         params, opt_state = state.params, state.opt_state
         total, values, norms = None, [], []

@@ -84,9 +84,15 @@ def row_attention(
       [B, L, heads, head_dim].
 
     Raises:
-      ValueError: unknown backend, or `visible_until` without `node_id`.
+      ValueError: unknown backend, `visible_until` without `node_id`, or with a backend that does
+        not know it.
     """
     check_backend(backend)
+    if visible_until is not None and backend in DOCUMENTS_ONLY:
+        raise ValueError(
+            f"attention={backend!r} knows documents side by side (node_id) and no prefix trees: "
+            "leave visible_until out and pack with share_prefixes=False, or use 'blockwise'"
+        )
     if node_id is None and visible_until is not None:
         raise ValueError("visible_until says which nodes see each other: give node_id as well")
     if backend == "splash":

@@ -46,23 +46,18 @@ def blockwise_attention(
       node_id: [B, L] int32 and
       visible_until: [B, N, N] int32, see `focus.policy.attention.row_attention`.
       scale: multiplies the logits.
-      block: tokens of a block.
+      block: most tokens of a block; rows are cut evenly.
 
     Returns:
       [B, L, heads, head_dim] in the dtype of `q`; softmax in float32.
     """
     batch, length = q.shape[:2]
-    block = min(block, length)
-    padding = -length % block
+    block = _even(length, block)
     if node_id is None:
         node_id = jnp.zeros((batch, length), jnp.int32)
-
-    def pad(x):
-        return jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)))
-
-    node_id = jnp.pad(node_id, ((0, 0), (0, padding)), constant_values=-1)
-    q = pad(q.transpose(0, 2, 1, 3))
-    out = _attention(scale, block, q, pad(k), pad(v), node_id, node_id, visible_until, None)
+    nodes = _pad_nodes(node_id, block)
+    padded = (_pad(x, block) for x in (q.transpose(0, 2, 1, 3), k, v))
+    out = _attention(scale, block, *padded, nodes, nodes, visible_until, None)
     return out[:, :, :length].transpose(0, 2, 1, 3)
 
 
@@ -85,7 +80,7 @@ def allgather_attention(
       node_id: see there.
       visible_until: see there.
       scale: see there.
-      block: the largest divisor of a device's share of a row up to this is used.
+      block: most tokens of a block.
 
     Returns:
       [B, L, heads, head_dim], cut up like `q`.
@@ -101,7 +96,7 @@ def allgather_attention(
         )
     batch, length = q.shape[:2]
     share = length // mesh.shape["sequence"]
-    block = next(size for size in range(min(block, share), 0, -1) if share % size == 0)
+    block = _even(share, block)
     if node_id is None:
         node_id = jnp.zeros((batch, length), jnp.int32)
 
@@ -110,12 +105,11 @@ def allgather_attention(
             return jax.lax.all_gather(x, "sequence", axis=axis, tiled=True)
 
         offset = jax.lax.axis_index("sequence") * share
-        q = q.transpose(0, 2, 1, 3)
-        keys = gather(k, 2), gather(v, 2)
-        out = _attention(
-            scale, block, q, *keys, node_id, gather(node_id, 1), *(trees or (None,)), offset
-        )
-        return out.transpose(0, 2, 1, 3)
+        q = _pad(q.transpose(0, 2, 1, 3), block)
+        keys = (_pad(gather(x, 2), block) for x in (k, v))
+        nodes = _pad_nodes(node_id, block), _pad_nodes(gather(node_id, 1), block)
+        out = _attention(scale, block, q, *keys, *nodes, *(trees or (None,)), offset)
+        return out[:, :, :share].transpose(0, 2, 1, 3)
 
     trees = () if visible_until is None else (visible_until,)
     queries = PartitionSpec(ROWS, "sequence", "tensor")
@@ -128,6 +122,21 @@ def allgather_attention(
         out_specs=queries,
         check_vma=False,
     )(q, k, v, node_id, *trees)
+
+
+def _even(length: int, most: int) -> int:
+    """Tokens of a block when a row is cut into as few blocks as `most` allows, evenly."""
+    return -(-length // -(-length // most))
+
+
+def _pad(x: Array, block: int) -> Array:
+    """[B, heads, L, D] with zeros behind the end, up to whole blocks."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block), (0, 0)))
+
+
+def _pad_nodes(node_id: Array, block: int) -> Array:
+    """[B, L] with padding behind the end, up to whole blocks."""
+    return jnp.pad(node_id, ((0, 0), (0, -node_id.shape[1] % block)), constant_values=-1)
 
 
 def _visit_pairs(visit, carry, num_queries: int, num_keys: int, block: int, offset: Array | None):

@@ -112,7 +112,8 @@ def save_checkpoint(
       max_file_bytes: no file is larger, unless it holds a single tensor.
 
     Raises:
-      ValueError: `params` are not those of `config`, or `dtype` is unknown.
+      ValueError: `params` are not those of `config`, `dtype` is unknown, or a process does not
+        see the directory.
     """
     check_dtype(dtype)
     flat = _flat(params)
@@ -126,7 +127,7 @@ def save_checkpoint(
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    _barrier("directory")
+    _check_shared(partial)
     for number, (name, members) in enumerate(files.items()):
         _write_file(partial / name, members, flat, dtype, mine=number % count == rank)
     if rank == 0:
@@ -362,6 +363,19 @@ def _check_params(flat: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(flat[name].shape)}, the config asks for {shape}"
             )
+
+
+def _check_shared(directory: Path) -> None:
+    """Waits for process 0 to make the directory, and finds out whether all of them see it."""
+    if jax.process_count() == 1:
+        return
+    _barrier("directory")
+    seen = multihost_utils.process_allgather(np.array(directory.is_dir()))
+    if not seen.all():
+        raise ValueError(
+            f"processes {np.flatnonzero(~seen).tolist()} do not see {directory}, which process 0 "
+            "has made; save to a path that all processes share"
+        )
 
 
 def _barrier(name: str) -> None:

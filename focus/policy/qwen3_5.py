@@ -320,9 +320,16 @@ def hidden_states(
 ) -> Array:
     """Final hidden states of packed rows; arguments as `transformer.hidden_states`.
 
-    `visible_until` must keep documents apart (each node sees itself only): the memories of
-    delta layers begin empty at every node.
+    Every node is a document: the memories of delta layers begin empty there.
+
+    Raises:
+      ValueError: `visible_until` is given; a memory cannot look into a part of another node.
     """
+    if visible_until is not None:
+        raise ValueError(
+            "recurrent layers know documents side by side (node_id) and no prefix trees: leave "
+            "visible_until out, and pack with share_prefixes=False"
+        )
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
@@ -330,7 +337,7 @@ def hidden_states(
         positions, layers.inverse_frequencies(config.rotary_dim, config.rope_theta)
     )
     attend = attention.row_attention(
-        config.attention, (batch, length), node_id, visible_until, config.head_dim**-0.5
+        config.attention, (batch, length), node_id, None, config.head_dim**-0.5
     )
     document = jnp.zeros((batch, length), jnp.int32) if node_id is None else node_id
     real = document >= 0

@@ -21,6 +21,12 @@ Array = jax.Array
 
 BLOCK = 1024
 COMPUTE_BLOCK = 512
+LANES = 128  # the kernels' unit: rows are a multiple of it
+
+
+def _divisor(length: int, most: int) -> int:
+    """The largest multiple of `LANES` up to `most` that divides a row."""
+    return next(n for n in range(most, 0, -LANES) if length % n == 0)
 
 
 def splash_attention(
@@ -29,7 +35,7 @@ def splash_attention(
     """Causal attention inside documents.
 
     Args:
-      q: [B, L, heads, head_dim]; L a multiple of 128 on a TPU.
+      q: [B, L, heads, head_dim]; L a multiple of `LANES`.
       k: [B, kv_heads, L, head_dim].
       v: [B, kv_heads, L, head_dim].
       node_id: [B, L] int32 document of each token, -1 for padding; None: one.
@@ -38,9 +44,18 @@ def splash_attention(
 
     Returns:
       [B, L, heads, head_dim] in the dtype of `q`.
+
+    Raises:
+      ValueError: L is no multiple of `LANES`.
     """
     batch, length, heads, _ = q.shape
-    block, compute = min(BLOCK, length), min(COMPUTE_BLOCK, length)
+    if length % LANES:
+        raise ValueError(
+            f"attention='splash' wants rows of a multiple of {LANES} tokens, got {length}; change "
+            "learner.row_length, or use 'blockwise'"
+        )
+    block = _divisor(length, BLOCK)
+    compute = _divisor(block, COMPUTE_BLOCK)
     sizes = kernels.BlockSizes(
         block_q=block,
         block_kv=block,

@@ -166,6 +166,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
         micro_rows=c.learner.micro_rows,
         row_length=c.learner.row_length,
         attention=model.attention,
+        num_kv_heads=model.num_kv_heads,
     )
     policy = policy_model(model)
     optimizer = make_optimizer(experiment.optimizer_config(c))
