@@ -192,6 +192,58 @@ class CreditBatch:
       value_variance: [B, S + 1] epistemic variance of `value`.
       mc_return: [B, S, K] returns of the continuations sampled from the start of a segment.
       mc_mask: [B, S, K] bool, which of them exist.
+
+    Scores of tokens, [B, L]:
+      ref_logp: log-prob under the reference policy.
+      teacher_logp: log-prob under a teacher.
+      priv_logp: log-prob under a model that sees what the policy does not (a gold answer).
+      entropy: of the distribution that the token was drawn from, nats.
+      token_value: critic value of the state before the token.
+      copied: bool, tokens shared with the parent rollout; never trained twice.
+      segment_id: int32 id of the text span that a coalition is made of, -1 outside.
+      prefix_key: [B, L + 1] int32 id of the group and the row's first l tokens.
+
+    Scores of segments, [B, S] where nothing else is said:
+      score: of a process reward model, a judge or a progress head.
+      valid: bool, the call was executed, or is grounded.
+      q: critic value of the action in its state.
+      q2, v2: the twin critics; v2 [B, S + 1].
+      expert_score: log-ratio of the expert's action, or a discriminator's probability.
+      segment_entropy: mean token entropy of the segment, nats.
+      is_call, is_answer, is_summary: bool, what kind of segment it is.
+      probe_delta: answer reward with the call minus without it.
+      cited: bool, the rollout's own summary cites the segment.
+      dist_goal: graph distance from the segment's end to the goal; inf if unreachable.
+
+    Identities, [B, S] int32 ids compact within the batch, -1 for none:
+      state_key, next_state_key, action_key: of the state before, the state after, the action.
+      match_class: segments of a group that did the same thing.
+      intent: what the action is for.
+      cluster: [B, S, C] action clusters, one id per scope.
+
+    Relations:
+      edge: [B, S, S] int8, entry [b, s, t]: t uses s (1 support-use, 2 failed-use, 0 none).
+      sim: [B * S, B * S] similarity of states; emb: [B, S, D] their embeddings.
+      match: [B * S, B * S] bool, pairs of segments that did the same thing (not transitive).
+
+    Interventions, [B, S, I]; do_return and do_mask [B, S, I, K]:
+      do_return: returns after replacing the segment; do_mask: bool, which exist.
+      do_valid: bool; propensity, m1, m0: for the doubly robust form.
+
+    Trees, [M] nodes:
+      parent: int32 index of the parent node, -1 at a root; parents precede children.
+      leaf_traj: int32 row that a leaf ends, -1 at inner nodes.
+      node_entropy: mean token entropy, nats. tree_id: int32. node_of_segment: [B, S] int32.
+
+    Forks, [B] int32, -1 for a fresh rollout:
+      parent_traj, fork_segment, fork_token: where a row left which other row.
+      pivot_segment: the segment that a reflection blames.
+
+    Others:
+      coalition: [B, 2^n] reward of every subset of n text spans, bit i for span i.
+      cut: [B, C] int32 token indices; cut_value, cut_mask: [B, C] value there, and if it exists.
+      hist_score, hist_group: [H] earlier scores of tasks. is_revisit: [B] bool.
+      progress: [] share of training done, for what is annealed.
     """
 
     group_id: Array
@@ -208,6 +260,60 @@ class CreditBatch:
     value_variance: Array | None = None
     mc_return: Array | None = None
     mc_mask: Array | None = None
+    ref_logp: Array | None = None
+    teacher_logp: Array | None = None
+    priv_logp: Array | None = None
+    entropy: Array | None = None
+    token_value: Array | None = None
+    copied: Array | None = None
+    segment_id: Array | None = None
+    prefix_key: Array | None = None
+    score: Array | None = None
+    valid: Array | None = None
+    q: Array | None = None
+    q2: Array | None = None
+    v2: Array | None = None
+    expert_score: Array | None = None
+    segment_entropy: Array | None = None
+    is_call: Array | None = None
+    is_answer: Array | None = None
+    is_summary: Array | None = None
+    probe_delta: Array | None = None
+    cited: Array | None = None
+    dist_goal: Array | None = None
+    state_key: Array | None = None
+    next_state_key: Array | None = None
+    action_key: Array | None = None
+    match_class: Array | None = None
+    intent: Array | None = None
+    cluster: Array | None = None
+    edge: Array | None = None
+    sim: Array | None = None
+    emb: Array | None = None
+    match: Array | None = None
+    do_return: Array | None = None
+    do_mask: Array | None = None
+    do_valid: Array | None = None
+    propensity: Array | None = None
+    m1: Array | None = None
+    m0: Array | None = None
+    parent: Array | None = None
+    leaf_traj: Array | None = None
+    node_entropy: Array | None = None
+    tree_id: Array | None = None
+    node_of_segment: Array | None = None
+    parent_traj: Array | None = None
+    fork_segment: Array | None = None
+    fork_token: Array | None = None
+    pivot_segment: Array | None = None
+    coalition: Array | None = None
+    cut: Array | None = None
+    cut_value: Array | None = None
+    cut_mask: Array | None = None
+    hist_score: Array | None = None
+    hist_group: Array | None = None
+    is_revisit: Array | None = None
+    progress: Array | None = None
 
 
 @jax.tree_util.register_dataclass
