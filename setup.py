@@ -50,6 +50,7 @@ EXTRAS = {
         "torch>=2.6; python_version < '3.12'",
         "transformers>=5.20; python_version < '3.12'",
         "peft>=0.18; python_version < '3.12'",  # reads adapters of ours, and we its
+        "rlax>=0.1.6",  # a second opinion on lambda-returns and GAE
         "gguf>=0.18,<0.20",  # tests of conversion write files of their own
         # Compiles for a TPU topology in the slow tests.
         "libtpu>=0.0.41",

@@ -22,7 +22,16 @@ ALLOWED = {
     "metrics": {"types", "journal"},
     "report": {"types", "tasks", "critic", "journal", "metrics"},
 }
-TOP = {"train", "trainer", "evaluate", "experiment", "warm_start", "tpu", "benchmark"}
+TOP = {
+    "train",
+    "trainer",
+    "evaluate",
+    "experiment",
+    "warm_start",
+    "tpu",
+    "benchmark",
+    "benchmark_credit",
+}
 # Layers that see arrays only: no input or output, no networks, no optimisers.
 PURE = {"types", "credit", "branching"}
 PURE_LIBRARIES = {"jax", "chex", "numpy", "__future__"} | {

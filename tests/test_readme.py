@@ -24,6 +24,7 @@ MAINS = (
     "evaluate",
     "report",
     "benchmark",
+    "benchmark_credit",
     "benchmark_engine",
     "compile_tpu",
     "convert_gguf",
@@ -141,9 +142,13 @@ def test_the_file_tree_names_what_is_there():
     assert inside == there
     assert {"focus/", "configs/", "scripts/", "notebooks/", "tests/"} <= beside
     assert not {name for name in beside if not (ROOT / name).exists()}
-    described = re.search(r"^  credit/ .*\(([\w, ]+)\)$", tree, re.MULTILINE)[1]
-    modules = {path.stem for path in (package / "credit").glob("*.py")} - {"__init__"}
-    assert set(described.split(", ")) == modules
+
+
+def test_the_rooms_of_the_credit_library_are_all_there():
+    (rooms,) = (block for block in blocks("") if block.startswith("td.py"))
+    named = set(re.findall(r"(?:^|  )(\w+\.py)(?=\s)", rooms, re.MULTILINE))
+    there = {path.name for path in (ROOT / "focus" / "credit").glob("*.py")}
+    assert named == there - {"__init__.py", "__main__.py"}
 
 
 # --- scripts -------------------------------------------------------------------------------------
@@ -168,6 +173,7 @@ def test_every_main_prints_its_usage():
         "evaluate": ("--workdir", "--step", "--temperature"),
         "report": ("usage:", "--workdir", "--out"),
         "benchmark": ("usage:", "--against", "--model-path"),
+        "benchmark_credit": ("usage:", "--rows", "--plan"),
         "benchmark_engine": ("usage:", "--agents"),
         "compile_tpu": ("--config", "--topology"),
         "convert_gguf": ("--package", "--out"),

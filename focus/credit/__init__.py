@@ -1,7 +1,8 @@
 """Credit assignment: outcomes and values in, advantages out. Pure functions of arrays."""
 
 from focus.credit.refine import bernoulli_noise_var, posterior_features, refine_values
-from focus.credit.registry import ESTIMATORS, EstimatorSpec, estimate
+from focus.credit.registry import ESTIMATORS, estimate
+from focus.credit.spec import EstimatorSpec
 from focus.credit.td import (
     segment_advantages,
     segments_to_tokens,

@@ -18,62 +18,20 @@ import jax
 import jax.numpy as jnp
 
 from focus.credit import primitives, refine, td
+from focus.credit.rows import (
+    group_advantage,
+    playing_rows,
+    scored_rows,
+    segment_rewards,
+    segments_of,
+    to_credit,
+)
+from focus.credit.spec import GROUP, RETURN, EstimatorSpec, describe
 from focus.types import Array, Credit, CreditBatch
 
 LambdaMode = Literal["fixed", "trust"]
 Truncation = Literal["bootstrap", "fail", "mask"]
 Gaps = Literal["fill", "merge"]
-
-
-def playing_rows(batch: CreditBatch) -> Array:
-    """Rows [B] bool that may get an advantage: kept, with at least one policy token."""
-    return batch.row_mask & jnp.any(batch.token_mask, axis=1)
-
-
-def scored_rows(batch: CreditBatch) -> Array:
-    """Playing rows [B] bool that have an outcome; a truncated row may lack one."""
-    return playing_rows(batch) & ~(batch.truncated & jnp.isnan(batch.outcome))
-
-
-def segment_rewards(batch: CreditBatch, rows: Array, outcome: Array) -> Array:
-    """Rewards [B, S] with each row's `outcome` [B] on its last valid segment, 0 off `rows`."""
-    rewards = jnp.where(batch.segment_mask, batch.segment_reward, 0.0)
-    rewards = rewards + jnp.where(
-        primitives.last_segment(batch.segment_mask), outcome[:, None], 0.0
-    )
-    return jnp.where(rows[:, None], rewards, 0.0)
-
-
-def returns(batch: CreditBatch, rows: Array) -> Array:
-    """Undiscounted return [B] of each row, outcome included; 0 off `rows`."""
-    rewards = jnp.sum(jnp.where(batch.segment_mask, batch.segment_reward, 0.0), axis=1)
-    return jnp.where(rows, batch.outcome + rewards, 0.0)
-
-
-def to_credit(
-    batch: CreditBatch,
-    segment_advantages: Array,
-    rows: Array,
-    *,
-    targets: dict[str, Array] | None = None,
-    aux: dict[str, Array] | None = None,
-) -> Credit:
-    """Broadcasts segment advantages [B, S] to tokens and masks what takes no part.
-
-    A token stays in the loss if it is the policy's own, its segment exists and its row is among
-    `rows` [B].
-    """
-    segments = batch.segment_mask & rows[:, None]
-    segment_advantages = jnp.where(segments, segment_advantages, 0.0)
-    mask = batch.token_mask & primitives.broadcast_to_tokens(segments, batch.token_segment)
-    advantages = primitives.broadcast_to_tokens(segment_advantages, batch.token_segment)
-    return Credit(
-        advantages=jnp.where(mask, advantages, 0.0),
-        segment_advantages=segment_advantages,
-        mask=mask,
-        targets=targets or {},
-        aux={"rows_used": jnp.sum(rows), **(aux or {})},
-    )
 
 
 # --- temporal-difference estimators --------------------------------------------------------------
@@ -99,7 +57,7 @@ def _td_credit(
             values, rewards, mask, discount=discount, lambda_=lambda_row, truncated=truncated
         )
 
-    segments = batch.segment_mask & rows[:, None]
+    segments = segments_of(batch, rows)
     rewards = segment_rewards(batch, rows, outcome)
     advantages = jax.vmap(one_row)(batch.value, rewards, segments, lambda_, cut)
     targets = jnp.where(segments, advantages + batch.value[:, :-1], 0.0)
@@ -185,8 +143,7 @@ def ppo(
 def _group_credit(batch: CreditBatch, **normalisation) -> Credit:
     """One scalar per row, its return compared with its group's, on all of its segments."""
     rows = scored_rows(batch)
-    scalar = primitives.group_normalise(returns(batch, rows), batch.group_id, rows, **normalisation)
-    return to_credit(batch, jnp.broadcast_to(scalar[:, None], batch.segment_mask.shape), rows)
+    return to_credit(batch, group_advantage(batch, rows, **normalisation)[:, None], rows)
 
 
 def grpo(
@@ -282,7 +239,7 @@ def vineppo(batch: CreditBatch, *, gaps: Gaps = "fill") -> Credit:
     """
     primitives.require_choice("gaps", gaps, ("fill", "merge"))
     rows = scored_rows(batch)
-    segments = batch.segment_mask & rows[:, None]
+    segments = segments_of(batch, rows)
     estimated = segments & jnp.any(batch.mc_mask, axis=2)
     estimate = primitives.masked_mean(batch.mc_return, batch.mc_mask, axis=2)
     rewards = segment_rewards(batch, rows, batch.outcome)
@@ -306,3 +263,32 @@ def vineppo(batch: CreditBatch, *, gaps: Gaps = "fill") -> Credit:
     values, advantages = jax.vmap(one_row)(rewards, estimate, estimated, segments)
     aux = {"value": jnp.where(segments, values, 0.0), "estimated": estimated}
     return to_credit(batch, advantages, rows, aux=aux)
+
+
+SPECS: dict[str, EstimatorSpec] = {
+    "focus": describe(
+        focus, (*RETURN, "truncated", "value"),
+        "FOCUS: TD(lambda) over branch-refined critic values", "reconstructed", "td", "segment",
+        cost="critic; branches for refined values",
+    ),
+    "ppo": describe(
+        ppo, (*RETURN, "truncated", "value"),
+        "Schulman et al., arXiv:1707.06347 and arXiv:1506.02438, over turns", "code", "td",
+        "segment", cost="critic",
+    ),
+    "grpo": describe(
+        grpo, GROUP, "Shao et al., DeepSeekMath, arXiv:2402.03300", "code", "group", "trajectory",
+    ),
+    "dr_grpo": describe(
+        dr_grpo, GROUP, "Liu et al., Understanding R1-Zero-Like Training, arXiv:2503.20783", "code",
+        "group", "trajectory",
+    ),
+    "rloo": describe(
+        rloo, GROUP, "Ahmadian et al., Back to Basics, arXiv:2402.14740", "code", "group",
+        "trajectory",
+    ),
+    "vineppo": describe(
+        vineppo, (*RETURN, "mc_return", "mc_mask"), "Kazemnejad et al., VinePPO, arXiv:2410.01679",
+        "code", "monte_carlo", "segment", cost="continuations at every state",
+    ),
+}  # fmt: skip

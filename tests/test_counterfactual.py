@@ -1,0 +1,216 @@
+"""Critic-free estimators: the worked numbers of each, and laws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_estimators import make_batch
+
+from focus.credit import baselines, counterfactual, forks, grouping
+
+
+def close(got, expected):
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def ints(x):
+    return np.asarray(x, np.int32)
+
+
+def run(fn, batch, **hparams):
+    return jax.jit(lambda b: fn(b, **hparams))(batch)
+
+
+def test_gigpo_numbers():
+    batch = make_batch([1, 0], state_key=ints([[0, 1], [0, 2]]))
+    got = run(grouping.gigpo, batch, mode="mean_norm").segment_advantages
+    close(got, [[0.975, 0.5], [-0.975, -0.5]])
+    got = run(grouping.gigpo, batch).segment_advantages
+    close(got, [[1.414213, 0.707106], [-1.414213, -0.707106]])
+
+
+def test_gigpo_statistics_over_turns_and_the_grpo_limit():
+    key = ints([[0, 1, 2], [3, -1, -1]])
+    batch = make_batch([1, 0], num_segments=[3, 1], state_key=key)
+    got = run(grouping.gigpo, batch, mode="mean_norm", episode_stats="turn").segment_advantages
+    close(got, [[0.25, 0.25, 0.25], [-0.75, 0, 0]])
+    close(run(grouping.gigpo, batch).advantages, baselines.grpo(batch).advantages)
+
+
+def test_proxmo_numbers():
+    sim = np.zeros((4, 4), np.float32) + np.eye(4, dtype=np.float32)
+    batch = make_batch([1, 0, 0, 0], num_segments=[1] * 4, sim=sim)
+    got = run(grouping.proxmo, batch, step_weight=0.0).segment_advantages[:, 0]
+    close(got[:2], [0.762732, -0.249947])
+    sim = np.array([[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], np.float32)
+    batch = make_batch([1, 0, 0.5], num_segments=[1] * 3, sim=sim)
+    whole = run(grouping.proxmo, batch).segment_advantages
+    episode = run(grouping.proxmo, batch, step_weight=0.0).segment_advantages
+    np.testing.assert_allclose((whole - episode)[:, 0], [0.268949, -0.268949, 0], atol=1e-4)
+
+
+def test_pgpo_numbers():
+    batch = make_batch([1, 0, 0], state_key=ints([[0, 1], [0, 1], [0, 2]]))
+    got = run(grouping.pgpo, batch, discount=1.0)
+    close(
+        got.segment_advantages,
+        [[1.411298, 1.021375], [-0.320750, -1.021375], [-1.090548, 0]],
+    )
+    close(got.aux["delta"].sum(1), np.array([1, 0, 0]) - got.aux["potential"][:, 0])
+
+
+def test_tigpo_numbers():
+    batch = make_batch(
+        [1, 0, 0],
+        num_segments=[1] * 3,
+        state_key=ints([[0]] * 3),
+        dist_goal=np.array([[1], [2], [np.inf]], np.float32),
+        hist_score=np.array([0, 0, 1, 0], np.float32),
+        hist_group=ints([0] * 4),
+        is_revisit=np.array([True, True, False]),
+    )
+    got = run(grouping.tigpo, batch, distance_discount=0.2, episode_weight=0.0)
+    close(got.segment_advantages[:, 0], [1.133893, -0.377964, -0.755929])
+    got = run(grouping.tigpo, batch, step_weight=0.0)
+    close(got.segment_advantages[:2, 0], [1.290994, -0.645497])
+
+
+def test_a3_numbers():
+    actions = ints([[0, 0], [0, 1], [1, 1]])
+    batch = make_batch(
+        [1, 0, 0],
+        cluster=actions[..., None],
+        action_key=actions,
+        state_key=ints([[0, 1], [0, 1], [0, 2]]),
+    )
+    got = run(grouping.a3, batch)
+    close(got.aux["backbone"][:, 0], [0.964027, 0, 0])
+    close(got.aux["trie"][:, 0], [0.587926, -0.587926, 0])
+    close(got.aux["tree"], [[0.537465, 0.4095], [-0.236976, -0.4095], [-0.273, 0]])
+    close(
+        got.segment_advantages,
+        [[1.099931, 1.099854], [-1.010275, -1.066397], [-0.7291, 0]],
+    )
+
+
+def test_cvt_rl_numbers():
+    keep = np.array([1, 1, 0, 1], np.float32)
+    do = np.array([[0, 1, 0, 0], [1, 0, 1, 0]], np.float32)
+    batch = make_batch(
+        [1, 0],
+        num_segments=[1, 1],
+        mc_return=np.tile(keep, (2, 1, 1)),
+        mc_mask=np.ones((2, 1, 4), bool),
+        do_return=np.tile(do, (2, 1, 1, 1)),
+        do_mask=np.ones((2, 1, 2, 4), bool),
+        do_valid=np.ones((2, 1, 2), bool),
+    )
+    got = run(counterfactual.cvt_rl, batch, ddof=0)
+    close(got.segment_advantages[0], [1.1875])
+    close(got.aux["pccc"], [[0.375], [0.375]])
+    for gate, expected in ((True, 1.0), (False, 0.4)):
+        effect = counterfactual.doubly_robust(*map(jnp.asarray, (1.0, True, 0.7, 0.3, 0.5, gate)))
+        close(effect, expected)
+
+
+def test_craft_numbers():
+    gap = np.array([[0, 0], [np.log(3), 0], [0, 0]], np.float32)
+    batch = make_batch([0.5, 1, 0], num_segments=[1] * 3, teacher_logp=gap)
+    close(run(counterfactual.craft, batch).advantages, [[0.5, 0], [0, 0], [0.25, 0]])
+
+
+def test_taco_numbers():
+    call = np.array([[1, 1, 0], [1, 1, 0], [1, 0, 0]], bool)
+    batch = make_batch(
+        [1, 0, 1],
+        num_segments=[3, 3, 2],
+        probe_delta=np.array([[1, 0, np.nan], [-1, 0, np.nan], [0, np.nan, np.nan]], np.float32),
+        is_call=call,
+        is_answer=np.array([[0, 0, 1], [0, 0, 1], [0, 1, 0]], bool),
+    )
+    got = run(counterfactual.taco, batch, scale="none").segment_advantages
+    close(got, [[4 / 3, 0, 1 / 3], [-5 / 3, 0, -2 / 3], [0, 1 / 3, 0]])
+
+
+def test_pivoarl_numbers():
+    batch = make_batch(
+        [0, 1], num_segments=[3, 3], parent_traj=ints([-1, 0]), fork_segment=ints([-1, 2])
+    )
+    got = run(forks.pivoarl, batch)
+    close(got.segment_advantages, [[0.5, 0.5, -0.5], [0, 0, 0.5]])
+    close(got.aux["reflection_return"], [0, 1])
+    assert got.mask[1].tolist() == [False] * 4 + [True] * 2
+    got = run(forks.pivoarl, batch, prefix="zero").segment_advantages
+    close(got, [[0, 0, -0.5], [0, 0, 0.5]])
+
+
+def test_hpo_numbers():
+    # p = [.5, .3, .2]; the one paid row has frequencies [.2, .3, .5].
+    paid = [0] * 2 + [1] * 3 + [2] * 5
+    unpaid = [0] * 8 + [1] * 3 + [2] * 0
+    batch = make_batch([1, 0], num_segments=[10, 11], intent=ints([[*paid, -1], unpaid]))
+    got = run(counterfactual.hpo, batch).segment_advantages
+    p = np.array([10, 6, 5]) / 21
+    h = np.array([2, 3, 5]) / 10
+    f = 0.5 * np.sign(h - p)
+    close(got[0, :10], (f - p @ f)[paid])
+
+
+def test_cbpo_numbers():
+    batch = make_batch(
+        [1, 0, 1, 0],
+        num_segments=[3] * 4,
+        parent_traj=ints([-1, 0, 0, -1]),
+        fork_segment=ints([-1, 1, 2, -1]),
+    )
+    got = run(forks.cbpo, batch)
+    close(
+        got.segment_advantages,
+        [[0, 1.05, 0.9], [0, -1.1, -1.1], [0, 0, 0.9], [-1, -1, -1]],
+    )
+    alone = dataclasses.replace(batch, parent_traj=jnp.full(4, -1))
+    close(run(forks.cbpo, alone).advantages, baselines.grpo(alone, ddof=0).advantages)
+
+
+def test_iapo_numbers():
+    edge = np.zeros((2, 3, 3), np.int8)
+    edge[0, 0, 2] = 1
+    segment = ints([[0, 0, 1, 1, 1, 1, 2, 2]] * 2)
+    batch = make_batch(
+        [1, 0],
+        num_segments=[3, 3],
+        edge=edge,
+        token_segment=segment,
+        token_mask=segment >= 0,
+        behaviour_logp=np.zeros(segment.shape, np.float32),
+    )
+    got = run(counterfactual.iapo, batch)
+    close(got.aux["weight"], [[1.6, 0.8, 0.8], [1, 1, 1]])
+    close(got.advantages.sum(1), baselines.grpo(batch).advantages.sum(1))
+
+
+@pytest.mark.parametrize(
+    "backup, advantage, expected",
+    [
+        ("child_mean", "node_value", [-0.176777, 0.353553, -0.707107, 1.414214, -0.707107]),
+        ("child_mean", "diff_parent", [-0.176777, 0.530330, -0.530330, 1.060660, -1.060660]),
+        ("child_mean", "diff_global", [-0.176777, 0.530330, -0.530330, 1.590990, -0.530330]),
+        ("child_mean", "diff_localglobal", [-0.176777, 1.060660, -1.060660, 2.651650, -1.590990]),
+        ("child_softmax", "node_value", [0.088388, 0.883883, -0.707107, 1.414214, -0.707107]),
+        ("leaf_mean", "node_value", [0, 0.353553, -0.707107, 1.414214, -0.707107]),
+    ],
+)
+def test_at2po_numbers(backup, advantage, expected):
+    batch = make_batch(
+        [1, 0, 0],
+        parent=ints([-1, 0, 0, 1, 1, 2]),
+        leaf_traj=ints([-1, -1, -1, 0, 1, 2]),
+        tree_id=ints([0] * 6),
+        node_entropy=np.array([0, 0, 0, np.log(3), 0, 0], np.float32),
+        node_of_segment=ints([[1, 3], [1, 4], [2, 5]]),
+    )
+    got = run(forks.at2po, batch, backup=backup, advantage=advantage)
+    close(got.aux["node_advantage"][:5], expected)
+    close(got.segment_advantages[0], np.array(expected)[[1, 3]])
