@@ -17,6 +17,8 @@ CORE = [
     # Tasks: BM25 with sparse scores (numpy only), and the facts of deep_search (MIT).
     "bm25s>=0.2.6,<0.4",
     "countryinfo>=1.0.1,<2",
+    # Servers, ours and SGLang's, are spoken to over HTTP: client and server in one library.
+    "aiohttp>=3.11,<4",
     # What a person looks at: progress and tables, the HTML report; plots in notebooks.
     "safetensors>=0.5,<0.9",  # how weights are kept outside of checkpoints
     "ml-dtypes>=0.5,<1",  # bfloat16 for NumPy; JAX needs it too

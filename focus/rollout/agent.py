@@ -13,7 +13,13 @@ from typing import Protocol
 
 from focus.context.base import Context, ContextManager
 from focus.policy import tool_calls
-from focus.rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams
+from focus.rollout.engine import (
+    Engine,
+    EngineError,
+    FleetDead,
+    GenerateRequest,
+    SamplingParams,
+)
 from focus.rollout.pool import Account, RetryPolicy, generate_with_retries
 from focus.tasks.base import Environment, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
@@ -156,6 +162,8 @@ class _Sampler:
             return sample
         try:
             await self._complete(sample, prompt_ids, granted)
+        except FleetDead:
+            raise
         except EngineError as error:
             sample.cut, sample.error = "failed", str(error)
         finally:
@@ -229,6 +237,9 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
 
     Returns:
       The trajectory.
+
+    Raises:
+      FleetDead: nobody answers any more, so that no rollout can end.
     """
     sampler = _Sampler(agent, rollout, account)
     states, segments = [state], []

@@ -4,13 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from focus.rollout.engine import FinishReason, GenerateRequest, GenerateResult
 
-TextOf = Callable[[list[int]], str]
+TextOf = Callable[[Sequence[int]], str]
+
+
+def spoken(output: Sequence[int], stop_ids: Collection[int]) -> int:
+    """Number of output tokens that are text: all but a stop token."""
+    return len(output) - bool(output and output[-1] in stop_ids)
+
+
+def find_stop_string(
+    output: Sequence[int], known: int, strings: Sequence[str], text_of: TextOf
+) -> tuple[int, str] | None:
+    """Finds the token that completes a stop string.
+
+    Args:
+      output: sampled tokens, a stop token left out.
+      known: how many of them were searched before.
+      strings: what ends a completion.
+      text_of: token ids to text.
+
+    Returns:
+      `(tokens to keep, string)`, or None.
+    """
+    if not strings:
+        return None
+    text = text_of(output)
+    if not any(string in text for string in strings):
+        return None
+    for keep in range(known + 1, len(output) + 1):
+        text = text_of(output[:keep])
+        found = [(text.index(string), string) for string in strings if string in text]
+        if found:
+            return keep, min(found)[1]
+    return None
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,7 +100,8 @@ class Completion:
         known = len(self.output)
         self.output.extend(tokens.tolist())
         self.logp.extend(logp.tolist())
-        match = self._stop_string(known, text_of)
+        sayable = self.output[: spoken(self.output, self.stop_ids)]
+        match = find_stop_string(sayable, known, self.request.sampling.stop, text_of)
         if match is not None:
             keep, matched = match
             del self.output[keep:], self.logp[keep:]
@@ -81,7 +114,7 @@ class Completion:
 
     def result(self, reason: FinishReason, version: str, text_of: TextOf) -> GenerateResult:
         """The completion as it is now."""
-        text = text_of(self.output[: self._spoken])
+        text = text_of(self.output[: spoken(self.output, self.stop_ids)])
         if isinstance(reason.matched, str):
             text = text[: text.index(reason.matched)]
         return GenerateResult(
@@ -94,23 +127,3 @@ class Completion:
             cached_tokens=self.cached,
             weight_versions=((version, 0, len(self.output)),) if self.output else (),
         )
-
-    @property
-    def _spoken(self) -> int:
-        """Number of output tokens that are text: all but a stop token."""
-        return len(self.output) - bool(self.output and self.output[-1] in self.stop_ids)
-
-    def _stop_string(self, known: int, text_of: TextOf) -> tuple[int, str] | None:
-        """Finds the token that completes a stop string: `(tokens to keep, string)`."""
-        strings = self.request.sampling.stop
-        if not strings:
-            return None
-        text = text_of(self.output[: self._spoken])
-        if not any(string in text for string in strings):
-            return None
-        for keep in range(known + 1, self._spoken + 1):
-            text = text_of(self.output[:keep])
-            found = [(text.index(string), string) for string in strings if string in text]
-            if found:
-                return keep, min(found)[1]
-        return None

@@ -33,6 +33,7 @@ from focus.rollout.engine import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    admissible,
 )
 from focus.rollout.prefix_store import Placement, PrefixStore
 from focus.rollout.runner import Runner
@@ -297,22 +298,7 @@ class EmbeddedEngine:
             raise EngineError("the engine is closed")
         if request.rid in self._in_flight:
             raise ValueError(f"rid {request.rid!r} is in flight already: request ids are unique")
-        if not request.input_ids:
-            raise ValueError("input_ids is empty: a prompt needs at least one token")
-        prompt = np.asarray(request.input_ids, np.int64)
-        outside = (prompt < 0) | (prompt >= self._model.vocab_size)
-        if outside.any():
-            where = int(outside.argmax())
-            raise ValueError(
-                f"token id {prompt[where]} at position {where} is outside the vocabulary of "
-                f"{self._model.vocab_size}: encode with the tokenizer of this model"
-            )
-        room = self._length - len(prompt)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens leaves no room in a context of "
-                f"{self._length}: compact it or raise cache_length"
-            )
+        request = admissible(request, self._model.vocab_size, self._length)
         params = request.sampling
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -325,9 +311,9 @@ class EmbeddedEngine:
         return Completion(
             request=request,
             future=asyncio.get_running_loop().create_future(),
-            prompt=prompt.astype(np.int32),
+            prompt=np.asarray(request.input_ids, np.int32),
             stop_ids=stop_ids,
-            budget=min(params.max_new_tokens, room),
+            budget=params.max_new_tokens,
         )
 
     def _receive(self, completion: Completion, tokens: np.ndarray, logp: np.ndarray) -> None:

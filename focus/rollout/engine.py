@@ -117,6 +117,45 @@ class EngineError(RuntimeError):
     """A technical failure of an engine. Never a reward of 0: retry, or count it."""
 
 
+class FleetDead(EngineError):
+    """No server has been fit to answer for longer than a run may wait. Not for retrying."""
+
+
+def admissible(request: GenerateRequest, vocab_size: int, max_context: int) -> GenerateRequest:
+    """Checks a prompt before anything of it reaches a device or a server.
+
+    Args:
+      request: what is asked.
+      vocab_size: ids that the model has.
+      max_context: longest prompt plus completion, in tokens.
+
+    Returns:
+      The request, `max_new_tokens` cut to what the context has room for.
+
+    Raises:
+      ValueError: the prompt is empty, too long, or has an id outside the vocabulary.
+    """
+    ids = request.input_ids
+    if not ids:
+        raise ValueError("input_ids is empty: a prompt needs at least one token")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        where = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"token id {ids[where]} at position {where} is outside the vocabulary of "
+            f"{vocab_size}: encode with the tokenizer of this model"
+        )
+    room = max_context - len(ids)
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens leaves no room in a context of "
+            f"{max_context}: compact it or raise cache_length"
+        )
+    sampling = request.sampling
+    if sampling.max_new_tokens <= room:
+        return request
+    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, max_new_tokens=room))
+
+
 @runtime_checkable
 class Engine(Protocol):
     """The one interface rollouts are written against."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from focus.branching.budget import TokenBudget
-from focus.rollout.engine import Engine, EngineError, GenerateRequest, GenerateResult
+from focus.rollout.engine import Engine, EngineError, FleetDead, GenerateRequest, GenerateResult
 from focus.types import Trajectory
 
 
@@ -146,6 +146,7 @@ async def generate_with_retries(
       The first answer.
 
     Raises:
+      FleetDead: there is nobody left to ask.
       EngineError: every attempt failed or timed out.
     """
     for attempt in range(policy.attempts):
@@ -160,6 +161,8 @@ async def generate_with_retries(
             # The slot must not go on burning for an answer that nobody waits for.
             await _abort_quietly(engine, rid, policy.timeout_s)
             error = EngineError(f"no answer within {policy.timeout_s} s")
+        except FleetDead:
+            raise
         except EngineError as failure:
             error = failure
     raise EngineError(
