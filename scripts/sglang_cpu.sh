@@ -86,10 +86,12 @@ case "${1:-}" in
   server)
     shift
     install
-    # Without --max-total-tokens it reserves 14 GB for keys and values.
+    # Without --max-total-tokens it reserves 14 GB for keys and values; without --sleep-on-idle an
+    # idle server keeps a core busy.
     launch sglang.launch_server --device cpu --attention-backend torch_native \
       --sampling-backend pytorch --grammar-backend none --dtype float32 --host 127.0.0.1 \
-      --max-total-tokens 16384 --max-running-requests 16 --mem-fraction-static 0.3 "$@"
+      --max-total-tokens 16384 --max-running-requests 16 --mem-fraction-static 0.3 \
+      --sleep-on-idle "$@"
     ;;
   router)
     shift

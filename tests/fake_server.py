@@ -50,8 +50,8 @@ class FakeModel:
         self.token_s, self.load_s = token_s, load_s
         self.generated = 0
         self.held = []  # prompts and completions, as a cache would hold them
+        self.running = set()
         self._aborted = set()
-        self._running = 0
 
     def info(self):
         return EngineInfo(self.version, VOCAB, self.max_context, 64)
@@ -63,7 +63,7 @@ class FakeModel:
         self.held.clear()
 
     async def load_weights(self, path, version):
-        while self._running:
+        while self.running:
             await asyncio.sleep(0.001)
         await asyncio.sleep(self.load_s)
         if not os.path.isdir(path):
@@ -78,7 +78,7 @@ class FakeModel:
         cached = min(self._shared(prompt), len(prompt) - 1)
         ids, logp, version = list(prompt), [], self.version
         finish = None
-        self._running += 1
+        self.running.add(request.rid)
         try:
             while finish is None:
                 await asyncio.sleep(self.token_s)
@@ -98,7 +98,7 @@ class FakeModel:
                 elif len(output) == sampling.max_new_tokens:
                     finish = FinishReason("length", length=len(output))
         finally:
-            self._running -= 1
+            self.running.discard(request.rid)
             self.held.append(tuple(ids))
         output = tuple(ids[len(prompt) :])
         return GenerateResult(
@@ -157,10 +157,15 @@ class FakeServer:
         """Bodies of the generations that were asked for, health checks left out."""
         return [b for path, b in self.calls if path == "/generate"]
 
+    @property
+    def tokens(self):
+        """Tokens that it has made up since it was started, those of health checks left out."""
+        return self.model.generated - self.health_checks
+
     async def start(self, **options):
         """Starts with fresh weights, as a process would."""
         self.model = FakeModel(**(self._options | options))
-        self.frozen = False
+        self.frozen, self.health_checks = False, 0
         service = Service(self.model, model_path="/none", decode=text_of, eos_token_ids=(EOS,))
         app = service.application()
         app.middlewares.append(self._misbehave)
@@ -195,6 +200,7 @@ class FakeServer:
         self.calls.append((http.path, json.loads(body) if body else None))
         while self.frozen:
             await asyncio.sleep(0.01)
+        self.health_checks += http.path == "/health_generate"
         if http.path == "/generate":
             fault = self.faults.popleft() if self.faults else None
         elif http.path == "/update_weights_from_disk":

@@ -140,6 +140,24 @@ def save_checkpoint(
     _barrier("published")
 
 
+def save_tokenizer(path: str | Path, chat: Any) -> None:
+    """Writes a tokenizer beside a model, as transformers and SGLang read it.
+
+    Args:
+      path: directory of a model.
+      chat: anything with `save`, which writes `tokenizer.json`.
+    """
+    path = Path(path)
+    chat.save(path)
+    config = path / "tokenizer_config.json"
+    fields = {
+        **(json.loads(config.read_text()) if config.is_file() else {}),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,  # decoding must not move a character
+    }
+    _write_text(config, json.dumps(fields, indent=2) + "\n")
+
+
 # In.
 
 

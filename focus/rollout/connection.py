@@ -43,7 +43,7 @@ class Connection:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
-        self._info_path = "/model_info"
+        self._get = ""
 
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
@@ -83,16 +83,11 @@ class Connection:
 
     async def model_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """What the server says of its model, `weight_version` included."""
-        try:
-            info = await self.call("GET", self._info_path, timeout_s=timeout_s)
-        except Rejected:
-            if self._info_path == "/get_model_info":
-                raise
-            self._info_path = "/get_model_info"  # its name on older servers
-            return await self.model_info(timeout_s=timeout_s)
-        if not isinstance(info, dict):
-            raise Interrupted(f"GET {self.url}{self._info_path}: not a JSON object")
-        return info
+        return await self._info("model_info", timeout_s)
+
+    async def server_info(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """How the server was started."""
+        return await self._info("server_info", timeout_s)
 
     async def generates(self, *, timeout_s: float | None = None) -> None:
         """Lets the server sample one token; fails if it cannot."""
@@ -129,6 +124,19 @@ class Connection:
     async def flush(self) -> None:
         """Empties the cache of prefixes."""
         await self.call("POST", "/flush_cache", {})
+
+    async def _info(self, name: str, timeout_s: float | None) -> dict[str, Any]:
+        path = f"/{self._get}{name}"
+        try:
+            info = await self.call("GET", path, timeout_s=timeout_s)
+        except Rejected:
+            if self._get:
+                raise
+            self._get = "get_"  # what older servers put before the name
+            return await self._info(name, timeout_s)
+        if not isinstance(info, dict):
+            raise Interrupted(f"GET {self.url}{path}: not a JSON object")
+        return info
 
 
 def _parsed(what: str, status: int, kind: str, text: bytes) -> Any:

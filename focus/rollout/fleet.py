@@ -35,7 +35,7 @@ class Limits:
       probe_timeout_s: seconds that such a look may take.
       attempts: failures of one request, on whichever workers, before it has failed.
       backoff_s: seconds before the second try; doubled before each further one.
-      break_after: failures of a worker in a row that open its circuit.
+      break_after: requests or probes in a row that fail and open a worker's circuit.
       break_s: seconds that it stays open; doubled each time in a row, at most to the
         8-fold.
       dead_after_s: seconds without a fit worker after which there is no hope left.
@@ -78,7 +78,8 @@ class Worker:
       url: where it listens.
       version: weights that it last reported; None when it is not known.
       in_flight: requests that it has of ours.
-      failures: in a row.
+      failures: requests in a row that failed.
+      missed: probes in a row that failed.
       trips: how often in a row its circuit has opened.
       closed: whether the circuit is; False until it has answered for the first time.
       open_until: time before which an open circuit is not probed.
@@ -97,6 +98,7 @@ class Worker:
     version: str | None = None
     in_flight: int = 0
     failures: int = 0
+    missed: int = 0
     trips: int = 0
     closed: bool = False
     open_until: float = 0.0
@@ -134,6 +136,8 @@ class Fleet:
     Args:
       urls: of the workers.
       limits: when a circuit opens and when the fleet is dead.
+      follows: whether weights are changed by somebody else. Then a worker is taken at its word
+        about its version, since its updates are not seen from here.
       now: a monotonic clock, seconds.
       overload: a worker is overloaded when it has this many times the requests of the least
         loaded one, and `overload_by` more.
@@ -148,6 +152,7 @@ class Fleet:
         urls: Sequence[str],
         limits: Limits = Limits(),
         *,
+        follows: bool = False,
         now: Callable[[], float] = time.monotonic,
         overload: float = 1.5,
         overload_by: int = 32,
@@ -159,6 +164,7 @@ class Fleet:
             raise ValueError(f"every worker once, got {urls}")
         self.workers = {url: Worker(url) for url in urls}
         self._limits = limits
+        self._follows = follows
         self._now = now
         self._overload, self._overload_by = overload, overload_by
         self._homes: collections.OrderedDict[str, str] = collections.OrderedDict()
@@ -243,19 +249,20 @@ class Fleet:
             worker.trips = 0
 
     def failed(self, worker: Worker, error: Exception, *, refused: bool = False) -> None:
-        """A request or a probe of it has failed.
+        """A request to it has failed.
 
         Args:
           worker: which.
           error: how.
           refused: whether nobody listens there: no use in trying more often.
         """
-        worker.error = str(error)
         worker.failures += 1
-        worker.restarted |= refused
-        if refused or worker.failures >= self._limits.break_after:
-            self._open(worker)
-        self._note()
+        self._consider(worker, error, refused)
+
+    def silent(self, worker: Worker, error: Exception, *, refused: bool = False) -> None:
+        """A probe of it has failed; as `failed`."""
+        worker.missed += 1
+        self._consider(worker, error, refused)
 
     def answered(self, worker: Worker, version: str | None, expected: Collection[str]) -> None:
         """A probe of it went well: the circuit closes, its weights are compared.
@@ -265,15 +272,17 @@ class Fleet:
           version: the version that it says it serves.
           expected: versions that are right; empty if any is.
         """
-        worker.closed = True
-        worker.failures = 0
-        worker.version = version
-        if expected and version not in expected:
-            worker.unfit = f"serves weights {version!r}, not {sorted(expected)}"
-        elif expected and worker.restarted and worker.unfit is None:
-            worker.unfit = "was away, and may have come back with the weights it starts with"
-        elif not expected:
-            worker.unfit = None
+        worker.missed = 0
+        if not worker.closed:
+            worker.closed, worker.failures = True, 0
+        if not worker.updating:  # else it may have answered before
+            worker.version = version
+            if not expected or (self._follows and version in expected):
+                worker.unfit, worker.restarted = None, False
+            elif version not in expected:
+                worker.unfit = f"serves weights {version!r}, not {' or '.join(sorted(expected))}"
+            elif worker.restarted and worker.unfit is None:
+                worker.unfit = "was away, and may be back with the weights that it starts with"
         self._note()
 
     def distrust(self, worker: Worker, why: str) -> None:
@@ -292,7 +301,8 @@ class Fleet:
         worker.unfit = error
         if error is None:
             worker.version, worker.restarted = version, False
-            worker.closed, worker.failures, worker.failed_updates = True, 0, 0
+            worker.closed = True
+            worker.failures = worker.missed = worker.failed_updates = 0
         else:
             worker.update_after = self._now() + self._pause_s(worker.failed_updates)
             worker.failed_updates += 1
@@ -306,6 +316,13 @@ class Fleet:
     def is_due(self, worker: Worker) -> bool:
         """Whether it is time to probe it."""
         return not worker.updating and (worker.closed or self._now() >= worker.open_until)
+
+    def _consider(self, worker: Worker, error: Exception, refused: bool) -> None:
+        worker.error = str(error)
+        worker.restarted |= refused
+        if refused or max(worker.failures, worker.missed) >= self._limits.break_after:
+            self._open(worker)
+        self._note()
 
     def _open(self, worker: Worker) -> None:
         worker.closed = False

@@ -245,6 +245,7 @@ class Service:
                 "model_path": self._model_path,
                 "weight_version": info.weight_version,
                 "context_length": info.max_context,
+                "max_req_input_len": info.max_context - 1,
                 "max_running_requests": info.max_running,
                 "vocab_size": info.vocab_size,
             }

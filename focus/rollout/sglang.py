@@ -109,7 +109,7 @@ class SGLangEngine:
         pushes: bool = True,
     ):
         self._limits = limits = Limits() if limits is None else limits
-        self._fleet = Fleet(urls, limits)
+        self._fleet = Fleet(urls, limits, follows=not pushes)
         self._router = Worker(router_url.rstrip("/")) if router_url else None
         self._vocab_size = vocab_size
         self._max_context = max_context
@@ -301,13 +301,14 @@ class SGLangEngine:
     ) -> GenerateResult | None:
         """One request to one server; None if the caller aborts and the server does not answer."""
         since = max(len(self._history) - 1 - self._swapping, 0)
+        unnamed = [] if self._history else [None]  # what it served before the first update
         worker.in_flight += 1
         try:
             body = await self._post(worker, request, aborted)
             if body is None:
                 return None
-            current = self._history[since:]
-            result = from_reply(body, request, vocab_size=self._vocab_size, current=tuple(current))
+            current = unnamed + self._history[since:]
+            result = from_reply(body, request, vocab_size=self._vocab_size, current=current)
             self._check_origin(worker, result, current)
         except (Busy, Rejected):
             raise
@@ -324,11 +325,13 @@ class SGLangEngine:
             raise Interrupted(f"request {request.rid}: {result.finish_reason.message or 'aborted'}")
         return result
 
-    def _check_origin(self, worker: Worker, result: GenerateResult, current: Sequence[str]) -> None:
+    def _check_origin(
+        self, worker: Worker, result: GenerateResult, current: Sequence[str | None]
+    ) -> None:
         """Only tokens of current weights, from a worker whose weights are what it says."""
         versions = {version for version, _, _ in result.weight_versions}
-        if current and not versions <= set(current):
-            why = f"serves weights {sorted(versions)}, not {sorted(set(current))}"
+        if None not in current and not versions <= set(current):
+            why = f"serves weights {sorted(versions)}, not {' or '.join(current)}"
             if worker is not self._router:
                 self._fleet.distrust(worker, why)
             raise BadReply(f"{worker.url} {why}")
@@ -413,6 +416,9 @@ class SGLangEngine:
                 if error is not None:
                     error = f"could not be brought to {version!r}: {error}"
                     worker.unfit = error  # before it goes on sampling from it knows what
+                    if self._router is not None:
+                        with contextlib.suppress(EngineError):
+                            await self._look_after_router(self._router)
                 await self._go_on(worker, clean=error is None)
                 self._fleet.end_update(worker, version, error)
         if error is None:
@@ -429,9 +435,9 @@ class SGLangEngine:
                     await self._at(worker).abort(None)
                 await self._at(worker).resume()
         except TimeoutError:
-            self._fleet.failed(worker, Interrupted(f"{worker.url} does not go on after a pause"))
+            self._fleet.silent(worker, Interrupted(f"{worker.url} does not go on after a pause"))
         except EngineError as error:
-            self._fleet.failed(worker, error, refused=isinstance(error, Refused))
+            self._fleet.silent(worker, error, refused=isinstance(error, Refused))
 
     async def _await_version(self, version: str) -> None:
         """Waits until a worker serves what another process has pushed."""
@@ -467,15 +473,27 @@ class SGLangEngine:
                 try:
                     await look(worker)
                 except EngineError as error:
-                    self._fleet.failed(worker, error, refused=isinstance(error, Refused))
+                    if str(error) != worker.error:
+                        _LOG.warning("%s", error)
+                    self._fleet.silent(worker, error, refused=isinstance(error, Refused))
             await asyncio.sleep(self._limits.probe_every_s)
 
     async def _look_after(self, worker: Worker) -> None:
         """Probes a worker; brings it to the current weights if it has others."""
         connection, patience_s = self._at(worker), self._limits.probe_timeout_s
+        lost = worker.lost
         if not worker.closed:
             await connection.generates(timeout_s=patience_s)
+            longest = (await connection.server_info(timeout_s=patience_s)).get("max_req_input_len")
+            if longest is not None and longest < self._max_context - 1:
+                raise Rejected(
+                    f"{worker.url} takes prompts of {longest} tokens, and this run has contexts "
+                    f"of {self._max_context}; start it with --context-length "
+                    f"{self._max_context + 8} or more"
+                )
         info = await connection.model_info(timeout_s=patience_s)
+        if lost.is_set():  # its circuit has opened meanwhile, for a reason
+            return
         expected = self._history[-1 - self._swapping :]
         self._fleet.answered(worker, info.get("weight_version"), expected)
         if self._swapping or not (self._pushes and self._fleet.needs_repair(worker)):
@@ -485,9 +503,31 @@ class SGLangEngine:
         await self._update(worker, path, version)
 
     async def _look_after_router(self, router: Worker) -> None:
-        """Probes the router, and keeps unfit workers out of its list."""
-        await self._at(router).call("GET", "/health", timeout_s=self._limits.probe_timeout_s)
-        router.closed, router.failures = True, 0
+        """Probes the router and makes its list that of the workers that may be sampled from.
+
+        One that is only unreachable stays: the router looks after that itself.
+        """
+        connection, patience_s = self._at(router), self._limits.probe_timeout_s
+        await connection.call("GET", "/health", timeout_s=patience_s)
+        self._fleet.answered(router, None, ())
+        if not self._pushes:
+            return
+        listed = await self._listed(router)
+        for worker in self._fleet.workers.values():
+            if worker.fit and worker.url not in listed:
+                await connection.call("POST", "/workers", {"url": worker.url})
+            elif worker.unfit is not None and worker.url in listed:
+                await connection.call("DELETE", f"/workers/{listed[worker.url]}")
+
+    async def _listed(self, router: Worker) -> dict[str, str]:
+        """The router's own id of each of its workers, by URL."""
+        answer = await self._at(router).call(
+            "GET", "/workers", timeout_s=self._limits.probe_timeout_s
+        )
+        try:
+            return {entry["url"].rstrip("/"): entry["id"] for entry in answer["workers"]}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Interrupted(f"{router.url}/workers: {error!r} in {answer}") from error
 
     # Plumbing.
 
