@@ -74,7 +74,8 @@ install() {
 }
 
 launch() { # MODULE FLAGS...: replaces this shell, so that a signal reaches the server itself
-  export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+  # Contexts are a little longer than the model's, because the server keeps six tokens back.
+  export SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
   exec "$environment/venv/bin/python" "$environment/launch.py" "$@"
 }
 

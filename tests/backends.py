@@ -34,16 +34,17 @@ from focus.rollout.serve import Service, open_engine
 from focus.rollout.sglang import SGLangEngine
 
 ROOT = Path(__file__).parent.parent
+# The shape of `tiny.py`, whose runs these servers can therefore serve, as a Qwen3.
 MODEL = transformer.ModelConfig(
-    vocab_size=280,
+    vocab_size=512,
     d_model=32,
     num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
+    num_heads=2,
+    num_kv_heads=1,
     head_dim=16,
-    d_ff=48,
-    max_context=128,
-    qk_norm=True,  # Qwen3
+    d_ff=64,
+    max_context=192,
+    qk_norm=True,
 )
 # A server on a busy machine may take its time.
 PATIENT = Limits(
@@ -95,9 +96,13 @@ def chat() -> Chat:
 
 @functools.cache
 def params(version: str) -> Any:
-    """Three times the usual size: a model that has preferences, so that mistakes show."""
+    """Twice the usual size: a model that has preferences, so that mistakes show. It prefers
+    tokens that are readable on their own, so that there are strings to stop at."""
     drawn = transformer.init_params(MODEL, jax.random.key(int(version[1:])))
-    return jax.tree.map(lambda p: 3 * p, drawn)
+    readable = [chat().decode([i]) for i in range(MODEL.vocab_size)]
+    readable = np.array([text.isascii() and text.isprintable() and bool(text) for text in readable])
+    drawn["embed"] = drawn["embed"] * np.where(readable, 1.0, 0.2)[:, None].astype(np.float32)
+    return jax.tree.map(lambda p: 2 * p, drawn)
 
 
 def export(root: Path, versions=("v0", "v1", "v2")) -> dict[str, str]:
@@ -305,3 +310,34 @@ def router_process(workers, log: Path) -> ServerProcess:
     """The real router in front of workers."""
     program = ["bash", str(ROOT / "scripts" / "sglang_cpu.sh"), "router"]
     return ServerProcess([*program, "--policy", "cache_aware", "--worker-urls", *workers], log)
+
+
+@dataclasses.dataclass
+class RealFleet:
+    """Servers that are up, and the directories of the weights they may load."""
+
+    workers: list[ServerProcess]
+    router: ServerProcess
+    paths: dict[str, str]
+
+    @property
+    def urls(self) -> list[str]:
+        return [worker.url for worker in self.workers]
+
+
+@contextlib.contextmanager
+def real_fleet(root: Path):
+    """Two workers and a router, started together; their logs are in `root`."""
+    paths = export(root)
+    workers = [sglang_process(paths["v0"], root / f"worker-{i}.log") for i in range(2)]
+    router = router_process([worker.url for worker in workers], root / "router.log")
+    subprocess.run(["bash", ROOT / "scripts" / "sglang_cpu.sh", "install"], check=True)
+    try:
+        for process in (*workers, router):
+            process.start()
+        for process in (*workers, router):
+            process.wait()
+        yield RealFleet(workers, router, paths)
+    finally:
+        for process in (router, *workers):
+            process.kill()

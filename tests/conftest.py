@@ -86,3 +86,12 @@ def finished(prepare, tmp_path_factory):
         return runs[name]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def real_fleet(tmp_path_factory):
+    """Two workers of the unmodified SGLang with three versions of a small model, and its router."""
+    import backends
+
+    with backends.real_fleet(tmp_path_factory.mktemp("sglang")) as fleet:
+        yield fleet

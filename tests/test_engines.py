@@ -17,19 +17,6 @@ def paths(tmp_path_factory):
     return backends.export(tmp_path_factory.mktemp("weights"))
 
 
-@pytest.fixture(scope="module")
-def real_server(paths, tmp_path_factory):
-    """The unmodified SGLang, started once."""
-    log = tmp_path_factory.mktemp("sglang") / "server.log"
-    process = backends.sglang_process(paths["v0"], log)
-    process.start()
-    try:
-        process.wait()
-        yield process
-    finally:
-        process.kill()
-
-
 @pytest.fixture(
     params=[
         "embedded",
@@ -42,7 +29,7 @@ async def backend(request, paths):
     """An engine with the weights "v0" and an empty cache."""
     options = {}
     if request.param == "sglang":
-        options["urls"] = (request.getfixturevalue("real_server").url,)
+        options["urls"] = request.getfixturevalue("real_fleet").urls[:1]
     async with getattr(backends, request.param)(paths, **options) as made:
         await made.engine.load_weights(paths["v0"], "v0")
         yield made
@@ -119,12 +106,12 @@ async def test_a_stop_string_ends_at_the_token_that_completes_it(backend):
     for seed in range(100):
         prompt = prompt_of(seed, 6, backend.vocab_size)
         output = backend.greedy(prompt, 10, "v0")
-        text = backend.text_of(output)
         pieces = [backend.text_of(output[: i + 1]) for i in range(10)]
         stop = pieces[4][len(pieces[2]) :]
-        readable = stop.isascii() and stop.isprintable() and len(stop) > 1
-        if readable and pieces[4] == text[: len(pieces[4])] and stop not in pieces[3]:
+        if pieces[-1].isascii() and len(stop) > 1 and stop not in pieces[3]:
             break
+    else:
+        pytest.fail("the model says nothing that could be stopped at")
     (result,) = await all_of(backend.engine, [ask("a", prompt, 10, stop=("never said", stop))])
     assert result.output_ids == output[:5] and len(result.output_logp) == 5
     assert result.finish_reason.matched == stop

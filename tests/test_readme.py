@@ -20,6 +20,7 @@ from focus.types import CreditBatch
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 MAINS = (
+    "check_server",
     "train",
     "evaluate",
     "report",
@@ -176,6 +177,7 @@ def test_every_main_prints_its_usage():
         "benchmark_credit": ("usage:", "--rows", "--plan"),
         "benchmark_engine": ("usage:", "--agents"),
         "compile_tpu": ("--config", "--topology"),
+        "check_server": ("usage:", "--model-path", "--router-url"),
         "convert_gguf": ("--package", "--out"),
         "plan": ("--config",),
     }

@@ -32,7 +32,6 @@ class Parts:
         self._logp: list[float] = []
         self._spans: list[tuple[str, int, int]] = []
         self._cached = 0
-        self._asked = 0
         self._finish: FinishReason | None = None
 
     @property
@@ -50,17 +49,19 @@ class Parts:
         """Whether it ended other than by an abort."""
         return self._finish is not None
 
-    def ask(self) -> GenerateRequest:
+    def ask(self, rid: str) -> GenerateRequest:
         """The request for the next part: everything so far as its prompt, what is left to generate.
 
-        It gets an id of its own, because the last one may still be known to a server, and from
-        the second part on a seed of its own, because a resume must not draw the same numbers.
+        From the second part on it has another seed, because a resume must not draw the same
+        numbers.
+
+        Args:
+          rid: its own id; a server may still know that of the last part.
         """
-        request, part = self._request, self._asked
-        self._asked += 1
+        request = self._request
         return dataclasses.replace(
             request,
-            rid=f"{request.rid}#{part}",
+            rid=rid,
             input_ids=request.input_ids + tuple(self._output),
             sampling=dataclasses.replace(request.sampling, max_new_tokens=self.left),
             seed=_seed_after(request.seed, len(self._output)),

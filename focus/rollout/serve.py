@@ -150,8 +150,8 @@ class Service:
                 await self._turn.wait_for(lambda: state.aborted or not self._paused)
             if state.aborted:
                 break
-            state.cut, part = False, parts.ask()
-            state.part = part.rid
+            state.cut, state.part = False, uuid.uuid4().hex
+            part = parts.ask(state.part)
             try:
                 result = await self.engine.generate(part)
             finally:

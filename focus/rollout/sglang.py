@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -127,6 +128,7 @@ class SGLangEngine:
         self._connections: dict[str, Connection] = {}
         self._tasks: set[asyncio.Task] = set()
         self._closed = False
+        self._name, self._sent = uuid.uuid4().hex[:8] + ".", 0
         self.stats = ServerStats()
 
     # What callers see.
@@ -150,7 +152,7 @@ class SGLangEngine:
         parts = Parts(request, self._text_of, self._eos)
         aborted = self._calls[request.rid] = asyncio.Event()
         try:
-            await self._complete(parts, request.session, aborted)
+            await self._complete(parts, request, aborted)
         finally:
             del self._calls[request.rid]
         if self._closed:
@@ -249,16 +251,18 @@ class SGLangEngine:
 
     # One completion.
 
-    async def _complete(self, parts: Parts, session: str, aborted: asyncio.Event) -> None:
+    async def _complete(
+        self, parts: Parts, request: GenerateRequest, aborted: asyncio.Event
+    ) -> None:
         """Asks until the completion is over: what was interrupted is resumed, or tried again."""
         failures, refused, tried = 0, 0, ()
         while not (parts.finished or aborted.is_set()):
-            worker = await self._choose(session, tried, aborted)
+            worker = await self._choose(request.session, tried, aborted)
             if worker is None:
                 return
             resumes = parts.started
             try:
-                result = await self._ask(worker, parts.ask(), aborted)
+                result = await self._ask(worker, parts.ask(self._new_rid(request.rid)), aborted)
             except Rejected as error:
                 raise ValueError(str(error)) from error
             except Busy as error:
@@ -534,6 +538,12 @@ class SGLangEngine:
     @property
     def _reachable(self) -> list[Worker]:
         return [worker for worker in self._fleet.workers.values() if worker.closed]
+
+    def _new_rid(self, rid: str) -> str:
+        """An id that no server has seen: one that was cut off may still be known there, also from
+        a process that has been killed and does the same work again."""
+        self._sent += 1
+        return f"{rid}#{self._name}{self._sent}"
 
     def _at(self, worker: Worker) -> Connection:
         if worker.url not in self._connections:
