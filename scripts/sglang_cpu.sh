@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# The unmodified SGLang on a machine without a GPU, for tests and for configs/quickstart_sglang.py:
+# The unmodified SGLang on a machine without a GPU, for tests and configs/quickstart_sglang.py:
 #
-#   bash scripts/sglang_cpu.sh install                       # prints the directory of its environment
+#   bash scripts/sglang_cpu.sh install              prints the directory of its environment
 #   bash scripts/sglang_cpu.sh server --model-path DIR --port P [FLAGS OF sglang.launch_server]
 #   bash scripts/sglang_cpu.sh router --worker-urls URL URL --port P [FLAGS OF sglang_router]
+#   bash scripts/sglang_cpu.sh fleet --model-path DIR [FLAGS OF sglang.launch_server]
+#
+# A fleet is a router at ${PORT:-30000} and two workers at the next ports, until Ctrl-C. Contexts are
+# the model's; a run that uses all of them needs --context-length with 8 more.
 #
 # Its torch and JAX do not go together, so it has an environment of its own, kept in
 # ${FOCUS_CACHE:-~/.cache/focus} under a hash of what is installed: four minutes the first time.
@@ -99,8 +103,29 @@ case "${1:-}" in
     install
     launch sglang_router.launch_router --host 127.0.0.1 "$@"
     ;;
+  fleet)
+    shift
+    install
+    port="${PORT:-30000}"
+    urls=("http://127.0.0.1:$((port + 1))" "http://127.0.0.1:$((port + 2))")
+    pids=()
+    trap 'trap - INT TERM EXIT; kill "${pids[@]}" 2> /dev/null || true; wait' INT TERM EXIT
+    for url in "${urls[@]}"; do
+      bash "$0" server --port "${url##*:}" "$@" &
+      pids+=($!)
+    done
+    for i in 0 1; do
+      until curl --silent --fail --max-time 30 --output /dev/null "${urls[i]}/health"; do
+        kill -0 "${pids[i]}" # the worker has ended: its last words are above
+        sleep 1
+      done
+    done
+    bash "$0" router --port "$port" --policy cache_aware --worker-urls "${urls[@]}" &
+    pids+=($!)
+    wait
+    ;;
   *)
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -23,6 +23,7 @@ MAINS = (
     "check_server",
     "train",
     "evaluate",
+    "export_model",
     "report",
     "benchmark",
     "benchmark_credit",
@@ -179,6 +180,7 @@ def test_every_main_prints_its_usage():
         "compile_tpu": ("--config", "--topology"),
         "check_server": ("usage:", "--model-path", "--router-url"),
         "convert_gguf": ("--package", "--out"),
+        "export_model": ("--config", "--out"),
         "plan": ("--config",),
     }
     for name, process in started.items():
