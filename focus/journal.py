@@ -171,7 +171,7 @@ class Journal:
             self.attempt = max(record["attempt"] for record in self._earlier) + 1
 
     def append(self, step: int, trajectory: Trajectory) -> None:
-        """Notes a finished rollout, failed ones included.
+        """Notes a finished rollout, failed ones included, with what weights sampled its tokens.
 
         Args:
           step: training step it was made for, counted from 0.
@@ -196,6 +196,7 @@ class Journal:
                 "outcome": trajectory.outcome,
                 "success": trajectory.success,
                 "tokens": tokens,
+                "versions": [list(span) for span in trajectory.weight_versions],
                 "error": trajectory.error,
             }
         )

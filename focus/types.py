@@ -20,7 +20,8 @@ hold anything, NaN included, and must never reach a result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -29,6 +30,44 @@ Array = jax.Array
 
 GenerationKind = Literal["act", "summary"]
 TrajectoryEnd = Literal["terminal", "turn_limit", "context_limit", "budget", "failed"]
+# (version of the weights, first token, one behind the last)
+VersionSpan = tuple[str, int, int]
+
+
+def version_name(step: int, attempt: int = 0) -> str:
+    """Name of the weights after `step` training steps, e.g. "v12".
+
+    Args:
+      step: finished training steps.
+      attempt: of the process that trains, where weights outlive it: what a resumed run trains
+        again differs from what servers may still hold under the same step. "v12-1".
+    """
+    return f"v{step}-{attempt}" if attempt else f"v{step}"
+
+
+def version_step(name: str) -> int:
+    """The training step of a version's name.
+
+    Raises:
+      ValueError: the name is not one of `version_name`'s.
+    """
+    match = re.fullmatch(r"v(\d+)(-\d+)?", name)
+    if match is None:
+        raise ValueError(
+            f"weights are called {name!r}, which is not a version of this run (v<step>): push the "
+            "run's weights to the engine before rollouts start"
+        )
+    return int(match[1])
+
+
+def merged_spans(spans: Iterable[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Spans in order, neighbours of one version joined."""
+    merged: list[VersionSpan] = []
+    for version, start, end in spans:
+        if merged and merged[-1][0] == version and merged[-1][2] == start:
+            start = merged.pop()[1]
+        merged.append((version, start, end))
+    return tuple(merged)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +99,7 @@ class Generation:
       output_ids: the tokens that were sampled; trained on exactly as they are.
       logp: behaviour log-probability of each output token, as the engine defines it.
       finish_reason: "stop", "length" or "abort".
-      weight_versions: spans `(version, start, end)` over `output_ids`.
+      weight_versions: spans over `output_ids`, which they cover; empty where it is not known.
       cached_tokens: prompt tokens whose keys and values were already there.
       span: see `State.span`.
     """
@@ -70,7 +109,7 @@ class Generation:
     output_ids: tuple[int, ...]
     logp: tuple[float, ...]
     finish_reason: str
-    weight_versions: tuple[tuple[str, int, int], ...] = ()
+    weight_versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
     span: int = 0
 
@@ -78,6 +117,13 @@ class Generation:
         if len(self.output_ids) != len(self.logp):
             raise ValueError(
                 f"a generation has {len(self.output_ids)} tokens but {len(self.logp)} log-probs"
+            )
+        ends = [0, *(end for _, _, end in self.weight_versions)]
+        starts = [*(start for _, start, _ in self.weight_versions), len(self.output_ids)]
+        if self.weight_versions and ends != starts:
+            raise ValueError(
+                f"weight_versions {self.weight_versions} do not cover {len(self.output_ids)} "
+                "tokens one after the other"
             )
 
 
@@ -155,6 +201,16 @@ class Trajectory:
         """Policy-generated tokens, summaries included."""
         return sum(segment.num_tokens for segment in self.segments)
 
+    @property
+    def weight_versions(self) -> tuple[VersionSpan, ...]:
+        """Spans over the policy-generated tokens, of all generations in order."""
+        spans, offset = [], 0
+        for segment in self.segments:
+            for generation in segment.generations:
+                spans += [(v, offset + a, offset + b) for v, a, b in generation.weight_versions]
+                offset += len(generation.output_ids)
+        return merged_spans(spans)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutTree:
@@ -188,6 +244,8 @@ class CreditBatch:
       token_mask: [B, L] bool, True on policy-generated tokens.
       behaviour_logp: [B, L] log-prob under the policy that sampled it.
       truncated: [B] bool, cut by a limit, not ended by the environment.
+      staleness: [B, L] int32, training steps between the weights that sampled a token and those
+        that are trained.
       value: [B, S + 1] critic or refined value of each state; column S_i is where row i ended.
       value_variance: [B, S + 1] epistemic variance of `value`.
       mc_return: [B, S, K] returns of the continuations sampled from the start of a segment.
@@ -256,6 +314,7 @@ class CreditBatch:
     token_mask: Array
     behaviour_logp: Array
     truncated: Array
+    staleness: Array | None = None
     value: Array | None = None
     value_variance: Array | None = None
     mc_return: Array | None = None

@@ -293,11 +293,13 @@ def test_a_workdir_belongs_to_one_config(tmp_path):
 def rollout(trajectory_id, *kinds_and_lengths, parent=None, **changes):
     segments = tuple(
         Segment(
-            generations=(Generation(kind, (1, 2), (5,) * n, (-0.5,) * n, "stop"),),
+            generations=(
+                Generation(kind, (1, 2), (5,) * n, (-0.5,) * n, "stop", ((f"v{i // 2}", 0, n),)),
+            ),
             text="",
             observation="",
         )
-        for kind, n in kinds_and_lengths
+        for i, (kind, n) in enumerate(kinds_and_lengths)
     )
     states = (State(None, None, (1, 2), 0),) * (len(segments) + 1)
     fields = {"outcome": 1.0, "success": True, "end": "terminal", **changes}
@@ -328,6 +330,7 @@ def test_the_journal_names_every_finished_rollout(tmp_path):
         "outcome": 1.0,
         "success": True,
         "tokens": {"base": 5, "summary": 4},
+        "versions": [["v0", 0, 7], ["v1", 7, 9]],
         "error": None,
     }
     assert (records[2]["outcome"], records[2]["error"]) == (None, "server is gone")

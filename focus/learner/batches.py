@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from focus.types import CreditBatch, Trajectory
+from focus.types import CreditBatch, Trajectory, version_step
 
 
 def bucket(size: int, buckets: Sequence[int] | int, what: str) -> int:
@@ -60,6 +60,7 @@ def credit_batch(
     num_continuations: int = 0,
     continuations: Sequence[Trajectory] | None = None,
     discount: float = 1.0,
+    version: int | None = None,
     value: np.ndarray | None = None,
     value_variance: np.ndarray | None = None,
 ) -> CreditBatch:
@@ -81,6 +82,8 @@ def credit_batch(
       continuations: where continuations are looked up; None: among `trajectories`. Those that
         have no outcome are left out.
       discount: per segment, for `mc_return`.
+      version: training step of the weights that are trained, for `staleness`; None leaves the
+        channel out.
       value: [<=B, <=S + 1] values of states, padded here.
       value_variance: of the same shape.
 
@@ -88,7 +91,8 @@ def credit_batch(
       A batch of NumPy arrays.
 
     Raises:
-      ValueError: something does not fit into its buckets.
+      ValueError: something does not fit into its buckets; a token whose weights are not known, or
+        newer than `version`.
     """
     rows = bucket(len(trajectories), num_rows, "learner.row_buckets")
     segments = bucket(
@@ -110,6 +114,7 @@ def credit_batch(
         token_mask=np.zeros((rows, tokens), bool),
         behaviour_logp=np.zeros((rows, tokens), np.float32),
         truncated=np.zeros((rows,), bool),
+        staleness=None if version is None else np.zeros((rows, tokens), np.int32),
         value=padded(value, (rows, segments + 1), "value"),
         value_variance=padded(value_variance, (rows, segments + 1), "value_variance"),
         **_monte_carlo(
@@ -137,7 +142,31 @@ def credit_batch(
         batch.behaviour_logp[b, :length] = [
             x for s in trajectory.segments for g in s.generations for x in g.logp
         ]
+        if version is not None:
+            batch.staleness[b, :length] = version - token_versions(trajectory)
+    if version is not None and batch.staleness.min(initial=0) < 0:
+        raise ValueError(
+            f"tokens of weights v{version - batch.staleness.min()} came to a learner that has only "
+            f"v{version}; one run, one fleet of engines"
+        )
     return batch
+
+
+def token_versions(trajectory: Trajectory) -> np.ndarray:
+    """[L] int32 training step of the weights that sampled each token.
+
+    Raises:
+      ValueError: it is not known of some token.
+    """
+    versions = np.full((trajectory.num_tokens,), -1, np.int32)
+    for name, start, end in trajectory.weight_versions:
+        versions[start:end] = version_step(name)
+    if versions.min(initial=0) < 0:
+        raise ValueError(
+            f"trajectory {trajectory.id} has tokens whose weights are not known, and a token is "
+            "only trained with what it was sampled from; an engine names the version in its reply"
+        )
+    return versions
 
 
 def padded(values: np.ndarray | None, shape: tuple[int, int], name: str) -> np.ndarray | None:

@@ -22,6 +22,9 @@ from focus.types import Array
 # gradient through a bounded log-ratio is 0: such a token is rejected.
 _MAX_LOG_RATIO = 20.0
 
+# What an importance ratio is taken over: see `sequence_log_ratio`.
+IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLossConfig:
@@ -32,8 +35,12 @@ class PolicyLossConfig:
       clip_high: ratios above `1 + clip_high` earn nothing more.
       dual_clip: bound `c > 1` on the loss of a token with a negative advantage, `c |A|`; None
         leaves it unbounded.
-      importance_cap: bound on the weight that corrects for the difference between the engine's
-        and the trainer's log-probs; None turns the correction off.
+      importance_level: what the ratio between the trainer's and the engine's policy is taken
+        over: "token", "sequence" (product over the tokens of a trajectory) or "geometric" (their
+        geometric mean).
+      importance_cap: bound on the weight that this ratio gives to a token; None: no bound.
+      importance_range: `(low, high)`, tokens with a ratio outside get weight 0; None keeps all.
+        With neither a cap nor a range nothing is corrected.
       kl_coefficient: weight of the KL divergence from the reference policy.
       entropy_coefficient: weight of the entropy bonus.
     """
@@ -41,7 +48,9 @@ class PolicyLossConfig:
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
+    importance_level: str = "token"
     importance_cap: float | None = 2.0
+    importance_range: tuple[float, float] | None = None
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
 
@@ -54,8 +63,25 @@ class PolicyLossConfig:
             raise ValueError(f"dual_clip must be > 1 or None, got {self.dual_clip}")
         if self.importance_cap is not None and self.importance_cap <= 0:
             raise ValueError(f"importance_cap must be > 0 or None, got {self.importance_cap}")
+        if self.importance_level not in IMPORTANCE_LEVELS:
+            raise ValueError(
+                f"importance_level must be one of {', '.join(IMPORTANCE_LEVELS)}; got "
+                f"{self.importance_level!r}"
+            )
+        if self.importance_range is not None:
+            low, high = self.importance_range
+            if not 0 <= low <= 1 <= high:
+                raise ValueError(
+                    "importance_range must hold 1, the ratio of a token that was sampled on "
+                    f"policy: 0 <= low <= 1 <= high, got {self.importance_range}"
+                )
         if self.kl_coefficient < 0:
             raise ValueError(f"kl_coefficient must be >= 0, got {self.kl_coefficient}")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether tokens are weighted for having been sampled from another policy."""
+        return self.importance_cap is not None or self.importance_range is not None
 
 
 def masked_sum(x: Array, mask: Array) -> Array:
@@ -84,6 +110,81 @@ def k3_divergence(log_ratio: Array) -> Array:
     return jnp.exp(log_ratio) - 1.0 - log_ratio
 
 
+def sequence_log_ratio(
+    old_logp: Array, behaviour_logp: Array, token_mask: Array, level: str
+) -> Array:
+    """Log of one importance ratio for each trajectory, spread over its tokens.
+
+        sequence    log rho = sum_i (old_i - behaviour_i)       the ratio of whole trajectories
+        geometric   log rho = mean_i (old_i - behaviour_i)      its root, comparable over lengths
+
+    The first is unbiased and varies more the longer a trajectory is; the second is biased and does
+    not.
+    References: Precup et al. 2000 (per-decision and trajectory ratios), Zheng et al. 2025 (GSPO,
+    the geometric mean).
+
+    Args:
+      old_logp: [B, L] under the parameters at the start of the step, by the trainer.
+      behaviour_logp: [B, L] as the rollout engine returned them.
+      token_mask: [B, L] bool, tokens of the trajectory that the policy generated.
+      level: "sequence" or "geometric".
+
+    Returns:
+      [B, L], the same for all tokens of a row.
+
+    Raises:
+      ValueError: another level; that of a token is `old_logp - behaviour_logp`.
+    """
+    if level not in IMPORTANCE_LEVELS[1:]:
+        raise ValueError(f"level must be one of {', '.join(IMPORTANCE_LEVELS[1:])}; got {level!r}")
+    chex.assert_equal_shape([old_logp, behaviour_logp, token_mask])
+    gap = jnp.where(token_mask, old_logp, 0.0) - jnp.where(token_mask, behaviour_logp, 0.0)
+    total = jnp.sum(gap, axis=-1, keepdims=True)
+    if level == "geometric":
+        total /= jnp.maximum(jnp.sum(token_mask, axis=-1, keepdims=True), 1)
+    return jnp.broadcast_to(total, gap.shape)
+
+
+def importance_weights(
+    log_ratio: Array, mask: Array, config: PolicyLossConfig
+) -> tuple[Array, dict[str, Array]]:
+    """Weights of tokens that another policy sampled, truncated and masked.
+
+        w = min(rho, cap) where low <= rho <= high, else 0;   rho = exp(log_ratio)
+
+    A masked token still counts in the loss's denominator: it is a token that teaches nothing.
+
+    References: Espeholt et al. 2018 and Yao et al. 2025 (truncation), Ling Team 2025 (IcePop, the
+    range), Hilton et al. 2021 (a ratio to the behaviour policy beside that of the clip).
+
+    Args:
+      log_ratio: [...] log of trainer's over engine's probability, of tokens or of sequences.
+      mask: [...] bool, tokens that enter the loss.
+      config: `importance_cap` and `importance_range`.
+
+    Returns:
+      `(weights [...], metrics)`, metrics as those of `policy_loss`: the ratio before and after,
+      the shares of tokens that were truncated and masked, and what the effective sample size is
+      made of.
+    """
+    log_ratio = jnp.where(mask, log_ratio, 0.0)
+    log_cap = _MAX_LOG_RATIO if config.importance_cap is None else jnp.log(config.importance_cap)
+    # The minimum is taken in log space: exp never sees more than the cap.
+    weights = jnp.exp(jnp.minimum(log_ratio, log_cap))
+    ratio = jnp.exp(jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    metrics = {"importance_ratio": masked_sum(ratio, mask)}
+    if config.importance_cap is not None:
+        metrics["importance_capped"] = jnp.sum(mask & (log_ratio > log_cap))
+    if config.importance_range is not None:
+        low, high = config.importance_range
+        outside = (ratio < low) | (ratio > high)
+        weights = jnp.where(outside, 0.0, weights)
+        metrics["importance_masked"] = jnp.sum(mask & outside)
+    metrics["importance_weight"] = masked_sum(weights, mask)
+    metrics["importance_square"] = masked_sum(jnp.square(weights), mask)
+    return weights, metrics
+
+
 def policy_loss(
     logp: Array,
     old_logp: Array,
@@ -95,16 +196,18 @@ def policy_loss(
     config: PolicyLossConfig,
     entropy: Array | None = None,
     ref_logp: Array | None = None,
+    importance_log_ratio: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Clipped policy loss with a truncated correction for the engine's log-probs.
+    """Clipped policy loss with a correction for tokens that another policy has sampled.
 
-    `r = exp(logp - old_logp)`, `w = min(exp(old_logp - behaviour_logp), cap)`,
+    `r = exp(logp - old_logp)`, `w` from `importance_weights` of `old_logp - behaviour_logp` (the
+    engine's arithmetic, and weights that were older than those of this step),
     `loss = sum w max(-A r, -A clip(r, 1 - low, 1 + high)) / denominator`, for A < 0 at most
     `dual_clip |A|`; plus `kl_coefficient` k3(ref_logp - logp) minus `entropy_coefficient`
     entropy, over the same denominator. `w` carries no gradient.
 
     References: Schulman et al. 2017 (clip), Ye et al. 2020 (dual clip), Yu et al. 2025
-    (asymmetric clip), Yao et al. 2025 (truncated importance sampling between engine and trainer).
+    (asymmetric clip); of the weights, see `importance_weights`.
 
     Args:
       logp: [...] log-probs under the parameters that are differentiated.
@@ -116,6 +219,8 @@ def policy_loss(
       config: see `PolicyLossConfig`.
       entropy: [...] entropy of each token's distribution; needed by the bonus, else a metric.
       ref_logp: [...] under the reference policy; needed by a KL coefficient above 0.
+      importance_log_ratio: [...] from `sequence_log_ratio`; needed by an importance level other
+        than "token".
 
     Returns:
       `(loss [], metrics)`. Metrics are sums over kept tokens; those named `*_max` are maxima.
@@ -132,6 +237,12 @@ def policy_loss(
         )
     if config.entropy_coefficient and entropy is None:
         raise ValueError(f"entropy_coefficient = {config.entropy_coefficient} needs entropy")
+    of_sequences = config.corrects and config.importance_level != "token"
+    if of_sequences and importance_log_ratio is None:
+        raise ValueError(
+            f"importance_level = {config.importance_level!r} needs "
+            'importance_log_ratio: see sequence_log_ratio, or use "token"'
+        )
 
     def kept(x):
         return jnp.where(mask, x, 0.0)
@@ -147,10 +258,11 @@ def policy_loss(
         bound = jnp.where(advantages < 0, -config.dual_clip * advantages, jnp.inf)
         per_token = jnp.minimum(per_token, bound)
     engine_gap = jax.lax.stop_gradient(old_logp - behaviour_logp)
-    if config.importance_cap is not None:
-        # The minimum is taken in log space: exp never sees more than the cap.
-        log_cap = jnp.log(config.importance_cap)
-        per_token = per_token * jnp.exp(jnp.minimum(engine_gap, log_cap))
+    importance_metrics = {}
+    if config.corrects:
+        log_weight = jax.lax.stop_gradient(importance_log_ratio) if of_sequences else engine_gap
+        weights, importance_metrics = importance_weights(log_weight, mask, config)
+        per_token = per_token * weights
     total = masked_sum(per_token, mask)
     metrics = {
         "tokens": jnp.sum(mask),
@@ -161,9 +273,8 @@ def policy_loss(
         "engine_kl": masked_sum(k3_divergence(engine_gap), mask),
         "engine_gap_max": jnp.max(jnp.abs(engine_gap)),
         "clipped_loss": total,
+        **importance_metrics,
     }
-    if config.importance_cap is not None:
-        metrics["importance_capped"] = jnp.sum(engine_gap > log_cap)
     if entropy is not None:
         entropy = kept(entropy)
         metrics["entropy"] = jnp.sum(entropy)
@@ -207,9 +318,17 @@ def merge_metrics(first: dict[str, Array], second: dict[str, Array]) -> dict[str
 
 
 def mean_metrics(metrics: dict[str, Array]) -> dict[str, Array]:
-    """Sums to means per token; `tokens` and the maxima stay as they are."""
+    """Sums to means per token; `tokens` and the maxima stay as they are.
+
+    With importance weights, `importance_ess` takes the place of their squares: the effective
+    sample size `(sum w)^2 / (n sum w^2)` as a share of the tokens (Kong 1992), 1 on policy.
+    """
     tokens = max(float(metrics["tokens"]), 1.0)
-    return {
+    means = {
         name: float(x) if name == "tokens" or name.endswith("_max") else float(x) / tokens
         for name, x in metrics.items()
     }
+    if "importance_square" in means:
+        square = means.pop("importance_square")
+        means["importance_ess"] = means["importance_weight"] ** 2 / square if square else 0.0
+    return means

@@ -200,6 +200,8 @@ class PolicyBatch:
       old_logp: [R, L] by the score pass of this step.
       behaviour_logp: [R, L] by the rollout engine.
       ref_logp: [R, L] by a score pass with the reference parameters, or None.
+      importance_log_ratio: [R, L] of each token's trajectory, see `losses.sequence_log_ratio`, or
+        None.
     """
 
     rows: Rows
@@ -208,6 +210,7 @@ class PolicyBatch:
     old_logp: Array
     behaviour_logp: Array
     ref_logp: Array | None = None
+    importance_log_ratio: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -268,6 +271,7 @@ def make_policy_loss(
             config=loss_config,
             entropy=entropy,
             ref_logp=batch.ref_logp,
+            importance_log_ratio=batch.importance_log_ratio,
         )
 
     return loss

@@ -20,8 +20,10 @@ from focus.rollout.engine import (
     SamplingParams,
 )
 from focus.rollout.pool import (
+    Patience,
     Pool,
     RetryPolicy,
+    Slots,
     TokenAccount,
     UnlimitedAccount,
     generate_with_retries,
@@ -41,10 +43,12 @@ __all__ = [
     "FleetDead",
     "GenerateRequest",
     "GenerateResult",
+    "Patience",
     "Pool",
     "RetryPolicy",
     "Rollout",
     "SamplingParams",
+    "Slots",
     "StateBeliefs",
     "StateScores",
     "StepConfig",

@@ -20,7 +20,7 @@ from focus.rollout.engine import (
     GenerateRequest,
     SamplingParams,
 )
-from focus.rollout.pool import Account, RetryPolicy, generate_with_retries
+from focus.rollout.pool import Account, Patience, RetryPolicy, generate_with_retries
 from focus.tasks.base import Environment, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
 
@@ -46,6 +46,7 @@ class Agent:
       sampling: how to sample; `max_new_tokens` is the cap of one turn. The chat's stop tokens
         are added.
       retry: what to do when the engine fails.
+      patience: how long the step that plays now waits for what has failed.
       run_seed: with a trajectory's id it fixes every seed of that trajectory.
     """
 
@@ -55,6 +56,7 @@ class Agent:
     engine: Engine
     sampling: SamplingParams
     retry: RetryPolicy = RetryPolicy()
+    patience: Patience | None = None
     run_seed: int = 0
 
     def start(self, task: Task) -> State:
@@ -193,7 +195,7 @@ class _Sampler:
                 seed=request_seed(agent.run_seed, rollout.id, self._generation, part),
                 session=rollout.session,
             )
-            result = await generate_with_retries(agent.engine, request, agent.retry)
+            result = await generate_with_retries(agent.engine, request, agent.retry, agent.patience)
             offset = len(sample.output_ids)
             sample.output_ids += result.output_ids
             sample.logp += result.output_logp

@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from focus.branching.budget import TokenBudget
-from focus.rollout.engine import Engine, EngineError, FleetDead, GenerateRequest, GenerateResult
+from focus.rollout.engine import (
+    Engine,
+    EngineError,
+    FleetDead,
+    GenerateRequest,
+    GenerateResult,
+)
 from focus.types import Trajectory
+
+# Longest wait for the answer to an abort; the request is lost either way.
+_ABORT_S = 10.0
 
 
 class Account(Protocol):
@@ -132,8 +144,68 @@ class RetryPolicy:
             raise ValueError(f"rollout.timeout_s must be > 0, got {self.timeout_s}")
 
 
+class Patience:
+    """How long a step waits for rollouts whose engine has failed.
+
+    Only those: a rollout that is long is waited for in any case, or short ones would be trained
+    on more often than they are played.
+
+    Args:
+      fraction: once this share of the rollouts has ended well, requests that have failed are not
+        tried again; None: every request has all its attempts.
+    """
+
+    def __init__(self, fraction: float | None = None):
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"rollout.proceed_fraction must be in (0, 1], got {fraction}")
+        self._fraction = fraction
+        self._launched = 0
+        self._well = 0
+        self._over = asyncio.Event()
+        self._scopes: set[asyncio.Timeout] = set()
+
+    @property
+    def over(self) -> bool:
+        """Whether the step goes on without what has failed."""
+        return self._over.is_set()
+
+    def launched(self, count: int) -> None:
+        """Counts rollouts that the step wants."""
+        self._launched += count
+
+    def ended(self, trajectory: Trajectory) -> None:
+        """Counts a rollout that ended; a technical failure has not ended well."""
+        self._well += trajectory.end != "failed"
+        if self._fraction is None or self._well < self._fraction * self._launched:
+            return
+        self._over.set()
+        for scope in self._scopes:
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    async def pause(self, seconds: float) -> None:
+        """Sleeps, but not beyond the end of patience."""
+        if self._fraction is None:
+            return await asyncio.sleep(seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
+
+    @contextlib.asynccontextmanager
+    async def limit(self, seconds: float) -> AsyncIterator[None]:
+        """`asyncio.timeout` that also ends with the patience."""
+        async with asyncio.timeout(0 if self.over else seconds) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+
+
 async def generate_with_retries(
-    engine: Engine, request: GenerateRequest, policy: RetryPolicy
+    engine: Engine,
+    request: GenerateRequest,
+    policy: RetryPolicy,
+    patience: Patience | None = None,
 ) -> GenerateResult:
     """Sends a request until it is answered, the same seed every time.
 
@@ -141,33 +213,39 @@ async def generate_with_retries(
       engine: where to.
       request: its `rid` gets a suffix from the second try on, since the first may still run.
       policy: how often and how long.
+      patience: whether the step still waits for a request that has failed once.
 
     Returns:
       The first answer.
 
     Raises:
-      FleetDead: there is nobody left to ask.
-      EngineError: every attempt failed or timed out.
+      EngineError: every attempt failed or timed out, or the step goes on without it.
+      FleetDead: no engine is left; trying again is no use.
     """
-    for attempt in range(policy.attempts):
-        if attempt:
-            await asyncio.sleep(policy.backoff_s * 2 ** (attempt - 1))
-        rid = request.rid if attempt == 0 else f"{request.rid}~{attempt}"
+    patience = patience or Patience()
+    attempts = 0
+    while attempts < policy.attempts:
+        if attempts:
+            await patience.pause(policy.backoff_s * 2 ** (attempts - 1))
+            if patience.over:
+                break
+        rid = request.rid if attempts == 0 else f"{request.rid}~{attempts}"
+        # What has not failed yet has all the time there is.
+        limit = patience.limit if attempts else asyncio.timeout
+        attempts += 1
         try:
             # No task of its own: an engine that batches sees all requests of a moment at once.
-            async with asyncio.timeout(policy.timeout_s):
+            async with limit(policy.timeout_s):
                 return await engine.generate(dataclasses.replace(request, rid=rid))
         except TimeoutError:
             # The slot must not go on burning for an answer that nobody waits for.
-            await _abort_quietly(engine, rid, policy.timeout_s)
+            await _abort_quietly(engine, rid, min(policy.timeout_s, _ABORT_S))
             error = EngineError(f"no answer within {policy.timeout_s} s")
         except FleetDead:
             raise
         except EngineError as failure:
             error = failure
-    raise EngineError(
-        f"request {request.rid} failed {policy.attempts} times, at last: {error}"
-    ) from error
+    raise EngineError(f"request {request.rid} failed {attempts} times, at last: {error}") from error
 
 
 async def _abort_quietly(engine: Engine, rid: str, timeout_s: float) -> None:
@@ -179,21 +257,72 @@ async def _abort_quietly(engine: Engine, rid: str, timeout_s: float) -> None:
         pass
 
 
+class Slots:
+    """Places for plays, shared by the steps in flight: the oldest step is served first.
+
+    Args:
+      size: most plays that run at once.
+    """
+
+    def __init__(self, size: int):
+        if size < 1:
+            raise ValueError(f"rollout.concurrency must be >= 1, got {size}")
+        self._free = size
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def held(self, step: int = 0) -> AsyncIterator[None]:
+        """Waits for a place, within a step first come, first served."""
+        await self._take(step)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _take(self, step: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (step, next(self._arrivals), future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            *_, future = heapq.heappop(self._waiting)
+            if not future.done():
+                future.set_result(None)
+                return
+        self._free += 1
+
+
 class Pool:
-    """Runs plays, at most `concurrency` at once; results come in the order of submission.
+    """Runs plays, so many at once; results come in the order of submission.
 
     `on_finished` may submit more.
 
     Args:
-      concurrency: most plays that run at once.
+      slots: where plays find a place; or how many run at once.
       on_finished: called with each trajectory as it ends, in order of ending.
+      step: that the plays belong to, for `slots`.
     """
 
-    def __init__(self, concurrency: int, on_finished: Callable[[Trajectory], None] | None = None):
-        if concurrency < 1:
-            raise ValueError(f"rollout.concurrency must be >= 1, got {concurrency}")
-        self._slots = asyncio.Semaphore(concurrency)
+    def __init__(
+        self,
+        slots: Slots | int,
+        on_finished: Callable[[Trajectory], None] | None = None,
+        *,
+        step: int = 0,
+    ):
+        self._slots = Slots(slots) if isinstance(slots, int) else slots
         self._on_finished = on_finished
+        self._step = step
         self._tasks: list[asyncio.Task[Trajectory]] = []
 
     def submit(self, play: Callable[[], Awaitable[Trajectory]]) -> None:
@@ -222,7 +351,7 @@ class Pool:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, play: Callable[[], Awaitable[Trajectory]]) -> Trajectory:
-        async with self._slots:
+        async with self._slots.held(self._step):
             trajectory = await play()
         if self._on_finished is not None:
             self._on_finished(trajectory)
