@@ -71,7 +71,12 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.warm_start.observation_weight = 0.3  # loss weight of tokens that the policy only reads
 
     c.rollout = ml_collections.ConfigDict()
-    c.rollout.engine = "embedded"
+    c.rollout.engine = "embedded"  # embedded: in this process; sglang: servers at these URLs,
+    c.rollout.urls = ()  # one of every worker,
+    c.rollout.router_url = ""  # and where generations go, if not to the workers themselves
+    c.rollout.weights_dtype = "float32"  # of the weights that servers are given
+    c.rollout.async_depth = 0  # steps whose base rollouts may be played while the learner works
+    c.rollout.mixed_versions = "keep"  # keep or drop rollouts during which the weights changed
     c.rollout.max_running = 64
     c.rollout.retained = 192  # finished sequences whose keys and values wait for a branch
     c.rollout.decode_steps = 8  # tokens that a slot may gain in one call of the engine
@@ -88,6 +93,9 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.group_size = 1  # base rollouts of one task; the critic is the baseline
     c.rollout.attempts = 3  # tries of a request before its rollout counts as failed
     c.rollout.timeout_s = 120.0
+    c.rollout.on_failure = "wait"  # for all attempts; or proceed without rollouts that failed once
+    c.rollout.proceed_fraction = 0.9  # this share of a step has ended well
+    c.rollout.dead_after_s = 300.0  # without a server the run saves itself and stops
 
     c.context = ml_collections.ConfigDict()
     c.context.manager = "full"  # full, or summarize: the policy compacts what passes the limit
@@ -140,7 +148,10 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.learner.max_grad_norm = 1.0
     c.learner.clip_low = 0.2
     c.learner.clip_high = 0.28
+    # Tokens are weighted for having been sampled by another program, or with older weights.
+    c.learner.importance_level = "token"  # token, sequence (product), geometric (mean)
     c.learner.importance_cap = 2.0
+    c.learner.importance_range = ()  # (low, high): ratios outside get weight 0
     c.learner.kl_coefficient = 0.0
     c.learner.entropy_coefficient = 0.0
     c.learner.minibatches = 3

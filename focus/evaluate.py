@@ -14,6 +14,7 @@ import ml_collections
 import numpy as np
 
 from focus import experiment, warm_start
+from focus.engines import alive_everywhere
 from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer
 from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
@@ -66,12 +67,13 @@ async def evaluate(
 
     Raises:
       RuntimeError: not a single rollout has an outcome.
+      FleetDead: nobody samples any more.
     """
     pool = Pool(concurrency)
     for i, task in hosts.deal(list(enumerate(tasks))):
         rollout = Rollout(f"{name}/{i}.0", task.id, i)
         pool.submit(functools.partial(play, agent, agent.start(task), rollout, UnlimitedAccount()))
-    trajectories = tuple(hosts.undeal(await pool.join()))
+    trajectories = tuple(hosts.undeal(await alive_everywhere(pool.join())))
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     if not outcomes:
         errors = {t.error for t in trajectories}
@@ -131,8 +133,8 @@ def evaluate_run(
 
     async def run() -> Evaluation:
         async with trainer.engine:
-            params = trainer.rollout_params(restored.state)
-            await trainer.engine.set_params(params, f"v{restored.step}")
+            push = trainer.backend.publisher(workdir / "evaluation", attempt=0)
+            await push(trainer.rollout_params(restored.state), restored.step)
             return await evaluate(
                 trainer.eval_agent,
                 trainer.heldout_tasks,

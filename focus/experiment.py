@@ -13,6 +13,7 @@ import ml_collections
 from focus.context import CONTEXT_MANAGERS, ContextManager
 from focus.credit.registry import ESTIMATORS
 from focus.critic.head import CriticConfig
+from focus.engines import ENGINES
 from focus.learner import hosts
 from focus.learner.backbone import BackboneOptions
 from focus.learner.critic import CriticOptions
@@ -32,6 +33,7 @@ from focus.rollout import (
     StepConfig,
     validate_step,
 )
+from focus.rollout.staleness import MIXED_VERSIONS
 from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tools import ToolCalls
 from focus.tasks.base import Environment
@@ -46,6 +48,7 @@ MAY_DIFFER = ("steps", "cache_dir", "evaluate.every", "checkpoint", "log")
 VALUES_FROM = ("before", "crossfit", "after")
 UNCERTAINTIES = ("ensemble", "posterior")
 BACKBONES = ("policy", "own")
+ON_FAILURE = ("wait", "proceed")
 
 
 def _choose(name: str, value: str, choices) -> None:
@@ -61,7 +64,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
     """
     c = config
     _choose("task.name", c.task.name, TASKS)
-    _choose("rollout.engine", c.rollout.engine, ("embedded",))
+    _choose("rollout.engine", c.rollout.engine, ENGINES)
+    _choose("rollout.mixed_versions", c.rollout.mixed_versions, MIXED_VERSIONS)
+    _choose("rollout.on_failure", c.rollout.on_failure, ON_FAILURE)
     _choose("context.manager", c.context.manager, CONTEXT_MANAGERS)
     _choose("credit.estimator", c.credit.estimator, ESTIMATORS)
     _choose("critic.values_from", c.critic.values_from, VALUES_FROM)
@@ -84,6 +89,14 @@ def validate(config: ml_collections.ConfigDict) -> None:
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
+    if c.rollout.async_depth < 0:
+        raise ValueError(f"rollout.async_depth must be >= 0, got {c.rollout.async_depth}")
+    if (c.rollout.engine == "sglang") != bool(c.rollout.urls):
+        raise ValueError(
+            f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "
+            "sglang needs the URL of every server, the embedded engine is in this process"
+        )
+    loss_config(c)
     if c.model.max_context > c.learner.row_length:
         raise ValueError(
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
@@ -121,6 +134,9 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
         refine=c.critic.refine,
         concurrency=c.rollout.max_running,
         state_bucket=c.learner.state_bucket,
+        proceed_fraction=(
+            c.rollout.proceed_fraction if c.rollout.on_failure == "proceed" else None
+        ),
     )
 
 
@@ -201,8 +217,9 @@ def make_agent(
     *,
     temperature: float,
     run_seed: int,
+    retry: RetryPolicy,
 ) -> Agent:
-    """The player of tasks."""
+    """The player of tasks; `retry` is what it does when the engine fails."""
     return Agent(
         env=env,
         contexts=make_contexts(c, chat),
@@ -215,7 +232,7 @@ def make_agent(
             top_k=c.rollout.top_k,
             stop=tuple(c.rollout.stop),
         ),
-        retry=RetryPolicy(attempts=c.rollout.attempts, timeout_s=c.rollout.timeout_s),
+        retry=retry,
         run_seed=run_seed,
     )
 
@@ -271,12 +288,19 @@ def optimizer_config(c: ml_collections.ConfigDict) -> OptimizerConfig:
     )
 
 
+def _pair(values) -> tuple[float, float] | None:
+    """A config's (low, high); an empty one is None."""
+    return tuple(values) or None
+
+
 def loss_config(c: ml_collections.ConfigDict) -> PolicyLossConfig:
     """The policy's loss."""
     return PolicyLossConfig(
         clip_low=c.learner.clip_low,
         clip_high=c.learner.clip_high,
+        importance_level=c.learner.importance_level,
         importance_cap=c.learner.importance_cap,
+        importance_range=_pair(c.learner.importance_range),
         kl_coefficient=c.learner.kl_coefficient,
         entropy_coefficient=c.learner.entropy_coefficient,
     )

@@ -1,7 +1,7 @@
-"""The training loop. `_step` is one step of the method, in the order it is written down:
+"""The training loop: rollouts, learning, weights to the engine, over and over.
 
-base rollouts, a forward pass, branches where they teach most, refined values, the critic,
-segment advantages, the policy update, weights to the engine.
+What one step does is in `focus/steps.py`. With `rollout.async_depth` > 0 base rollouts of the
+next steps are played while the learner works.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
+import itertools
 import json
-import operator
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_collections
-import numpy as np
 import rich.console
 
 from focus import experiment, warm_start
 from focus.branching.budget import Ledger
-from focus.critic.calibration import calibration
+from focus.engines import alive_everywhere
 from focus.evaluate import Evaluation, evaluate
 from focus.journal import Journal, write_atomically
 from focus.learner import hosts
@@ -32,51 +30,21 @@ from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import EpisodeCost, Stopwatch, Tally, collect
+from focus.rollout import (
+    BaseRollouts,
+    Collected,
+    FleetDead,
+    RolloutsAhead,
+    Slots,
+    StepPlay,
+    Stopwatch,
+    Tally,
+)
+from focus.steps import LAG, Learned, Progress, collect_step, learn, note, step_metrics, tally_step
 from focus.trainer import Trainer
 
-
-@dataclasses.dataclass
-class Progress:
-    """What a run knows of itself besides its arrays; saved with every checkpoint.
-
-    Attributes:
-      cursor: tasks drawn so far.
-      episode_cost: predicted tokens of one base episode, and the weight of the prediction.
-      ledger: totals of all finished steps.
-      lost: rollouts and tokens of steps that were cut off and played again.
-      attempt: process that wrote this, see `Journal`.
-      success_before: held-out success of the warm start.
-      sums: running sums for the summary (budget use, recomputed prefixes, packing ...).
-    """
-
-    cursor: int
-    episode_cost: EpisodeCost
-    ledger: Ledger = Ledger()
-    lost: dict[str, int] = dataclasses.field(default_factory=lambda: {"rollouts": 0, "tokens": 0})
-    attempt: int = 0
-    success_before: float | None = None
-    sums: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Progress:
-        """Inverse of `to_dict`."""
-        return cls(
-            **{
-                **record,
-                "episode_cost": EpisodeCost(**record["episode_cost"]),
-                "ledger": Ledger(**record["ledger"]),
-            }
-        )
-
-    def add(self, **values: float) -> None:
-        """Adds to the running sums."""
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+# Takes a step and its metrics.
+Write = Callable[[int, dict[str, Any]], None]
 
 
 def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
@@ -97,6 +65,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
     Raises:
       ValueError: a config or workdir that cannot work; before any work is done.
       FloatingPointError: a loss that is not finite; the last checkpoint is intact.
+      FleetDead: no server has answered for `rollout.dead_after_s`; the run is saved.
     """
     with hosts.together():
         return asyncio.run(_train(config, workdir))
@@ -112,85 +81,215 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
     clock = Stopwatch()
     with clock.phase("warm_start"):
-        start = warm_start.load_or_make(config, env)
-        hosts.agree("warm start", start.checksum())
+        warm = warm_start.load_or_make(config, env)
+        hosts.agree("warm start", warm.checksum())
     with clock.phase("compile"):
-        trainer = Trainer(config, env, start)
+        trainer = Trainer(config, env, warm)
     checkpointer = Checkpointer(
         workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
     journal = Journal(workdir, hosts.index())
     journal.attempt = max(hosts.gather(journal.attempt))
-    state, progress, first = _resume(config, trainer, checkpointer, journal)
-
+    start = _resume(config, trainer, checkpointer, journal)
     async with trainer.engine:
-        with clock.phase("push"):
-            await trainer.engine.set_params(hosts.local(trainer.rollout_params(state)), f"v{first}")
-
-        async def evaluation() -> Evaluation:
-            with clock.phase("evaluate"):
-                result = await evaluate(
-                    trainer.eval_agent,
-                    trainer.heldout_tasks,
-                    name="heldout",
-                    concurrency=config.rollout.max_running,
-                )
-                # What it leaves in the cache would be gone after a resume: the next step would
-                # compute other prefixes, and a resumed run would not equal an unbroken one.
-                trainer.engine.flush_cache()
-                return result
-
-        with clock.phase("compile"):
-            trainer.engine.warmup(filtered=trainer.filtered)
-        latest: Evaluation | None = None
-        if progress.success_before is None:
-            latest = await evaluation()
-            progress.success_before = latest.success
-            state = trainer.fit_critic(state, latest.trajectories)
-        progress.ledger += Ledger(seconds=clock.seconds)
-        # Steps of this process in which programs may still compile: shapes that only come with
-        # branches, and the policy update once the critic has warmed up.
-        warmup_steps = 2
-        if config.critic.enabled:
-            warmup_steps = max(warmup_steps, config.critic.warmup_steps + 1 - first)
-        with _writer(config, workdir, first) as write:
-            for step in range(first, config.steps):
-                clock = Stopwatch()
-                compiled = trainer.compilations
-                state, metrics = await _step(
-                    trainer, state, progress, step, journal, clock, workdir
-                )
-                last = step + 1 == config.steps
-                if last or (step + 1) % config.evaluate.every == 0:
-                    latest = await evaluation()
-                    metrics |= latest.to_dict()
-                    progress.add(technical_failures=latest.technical_failures)
-                if step >= first + warmup_steps:
-                    progress.add(recompilations=trainer.compilations - compiled)
-                metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()}
-                progress.ledger += Ledger(seconds=clock.seconds)
-                write(step, metrics)
-                if last or (step + 1) % config.checkpoint.every == 0:
-                    with clock.phase("checkpoint"):
-                        checkpointer.save(
-                            step + 1,
-                            state,
-                            host=progress.to_dict(),
-                            metrics={k: v for k, v in metrics.items() if v is not None},
-                        )
-                    progress.ledger += Ledger(seconds={"checkpoint": clock.seconds["checkpoint"]})
-        if latest is None:  # the run had already finished
-            latest = await evaluation()
-    trainer.save_adapter(workdir / "adapter", state)
+        run = _Run(trainer, start, journal, checkpointer, workdir)
+        latest = await run.train(clock)
+    trainer.save_adapter(workdir / "adapter", run.state)
     checkpointer.close()
     journal.close()
-    return _finish(config, workdir, progress, latest, trainer)
+    return _finish(config, workdir, run.progress, latest, trainer)
+
+
+class _Run:
+    """One process's attempt at a run, from a checkpoint or the beginning to the end.
+
+    Attributes:
+      state: arrays after `done` steps.
+      done: finished steps.
+      progress: everything else that a checkpoint holds.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        start: tuple[TrainState, Progress, int],
+        journal: Journal,
+        checkpointer: Checkpointer,
+        workdir: Path,
+    ):
+        self.trainer, self.config, self.workdir = trainer, trainer.config, workdir
+        self.state, self.progress, self.done = start
+        self._first = self.done
+        self._journal, self._checkpointer = journal, checkpointer
+        self._push = trainer.backend.publisher(workdir, journal.attempt)
+        self._order = trainer.task_order(self.progress.cursor, self.progress.owed)
+        self._slots = Slots(self.config.rollout.max_running)
+        self._plays: dict[int, StepPlay] = {}
+        self._saved = self.done
+        self._unwritten: dict[str, Any] | None = None
+
+    async def train(self, clock: Stopwatch) -> Evaluation:
+        """All steps that are left; the run's last evaluation.
+
+        Raises:
+          FleetDead: see `focus.train.train`.
+        """
+        latest = await self._begin(clock)
+        depth = self.config.rollout.async_depth
+        with _writer(self.config, self.workdir, self._first) as write:
+            async with RolloutsAhead(self._play_base, depth=depth, end=self.config.steps) as ahead:
+                try:
+                    while self.done < self.config.steps:
+                        latest = await self._step(ahead, write) or latest
+                except FleetDead as error:
+                    self._stop(error, write)
+        return latest or await self._evaluate(clock)  # a run that had already finished
+
+    async def _begin(self, clock: Stopwatch) -> Evaluation | None:
+        """Weights to the engine; before the first step of a run, how good the policy is."""
+        latest = None
+        await self._publish(clock)
+        with clock.phase("compile"):
+            self.trainer.backend.warmup()
+        if self.progress.success_before is None:
+            latest = await self._evaluate(clock)
+            self.progress.success_before = latest.success
+            self.state = self.trainer.fit_critic(self.state, latest.trajectories)
+        self.progress.ledger += Ledger(seconds=clock.seconds)
+        return latest
+
+    async def _step(self, ahead: RolloutsAhead, write: Write) -> Evaluation | None:
+        """One step of the method, and what is due after it."""
+        config, trainer, progress, step = self.config, self.trainer, self.progress, self.done
+        clock, compiled = Stopwatch(), trainer.compilations
+
+        # 1-3. Base rollouts, the critic's belief about their states, branches where they teach.
+        play = self._play(step)
+        collected = await collect_step(trainer, self.state, play, ahead, clock)
+        tally = await tally_step(collected, play, self._order)
+        tally.ledger.remaining(config.budget)  # raises if the budget was passed
+
+        # 4-7. Values, critic, credit, policy; meanwhile, base rollouts of the next steps.
+        ahead.learn(step)
+        learned = await asyncio.to_thread(learn, trainer, self.state, collected, step, clock)
+        self.state, self.done = learned.state, step + 1
+        del self._plays[step]
+        for phase, seconds in collected.ledger.seconds.items():
+            clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
+        note(progress, tally, learned, self._order)
+        metrics = self._unwritten = step_metrics(tally, learned, progress, config.budget)
+
+        # 8. New weights to the engine, under a new version.
+        await self._publish(clock)
+        with clock.phase("record"):
+            self._record(step, collected, tally, learned)
+
+        latest, last = None, self.done == config.steps
+        if last or self.done % config.evaluate.every == 0:
+            latest = await self._evaluate(clock)
+            metrics |= latest.to_dict()
+            progress.add(technical_failures=latest.technical_failures)
+        if step >= self._first + self._warmup_steps:
+            progress.add(recompilations=trainer.compilations - compiled)
+        metrics |= trainer.backend.metrics()
+        metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()}
+        progress.ledger += Ledger(seconds=clock.seconds)
+        write(step, metrics)
+        self._unwritten = None
+        if last or self.done % config.checkpoint.every == 0:
+            self._save(metrics)
+        return latest
+
+    @property
+    def _warmup_steps(self) -> int:
+        """Steps of this process in which programs may still compile: shapes that only come with
+        branches, and the policy update once the critic has warmed up."""
+        critic = self.config.critic
+        return max(2, critic.warmup_steps + 1 - self._first if critic.enabled else 0)
+
+    def _play(self, step: int) -> StepPlay:
+        """What the rollouts of a step have in common; the same for base rollouts and branches."""
+        if step not in self._plays:
+            trainer, journal = self.trainer, self._journal
+            budget = hosts.split(self.config.budget, step)
+            self._plays[step] = StepPlay(
+                dataclasses.replace(trainer.step_config, budget=budget),
+                trainer.agent,
+                step,
+                self.progress.episode_cost,
+                on_finished=lambda trajectory: journal.append(step, trajectory),
+                screen=trainer.screen(step),
+                slots=self._slots,
+                process=hosts.index(),
+                num_processes=hosts.count(),
+            )
+        return self._plays[step]
+
+    def _play_base(self, step: int) -> Awaitable[BaseRollouts]:
+        return self._play(step).base(self._order.draw(step))
+
+    async def _publish(self, clock: Stopwatch) -> None:
+        with clock.phase("push"):
+            params = self.trainer.rollout_params(self.state)
+            await alive_everywhere(self._push(params, self.done))
+
+    async def _evaluate(self, clock: Stopwatch) -> Evaluation:
+        with clock.phase("evaluate"):
+            result = await evaluate(
+                self.trainer.eval_agent,
+                self.trainer.heldout_tasks,
+                name="heldout",
+                concurrency=self.config.rollout.max_running,
+            )
+            self.trainer.backend.forget()
+            return result
+
+    def _record(self, step: int, collected: Collected, tally: Tally, learned: Learned) -> None:
+        """What the report shows of a step; the first process writes."""
+        if not hosts.is_first():
+            return
+        stats = [{"step": step, **stat.to_dict()} for stat in tally.branch_stats]
+        write_branches(self.workdir, step, stats)
+        if not self.config.log.tree_tasks:
+            return
+        trees = record_trees(
+            collected.tree,
+            collected.tasks,
+            **learned.values.for_report(),
+            segment_advantages=learned.segment_advantages,
+            max_tasks=self.config.log.tree_tasks,
+            decode=self.trainer.start.chat.decode,
+        )
+        write_trees(self.workdir, step, trees)
+
+    def _save(self, metrics: dict[str, Any]) -> None:
+        clock, progress = Stopwatch(), self.progress
+        with clock.phase("checkpoint"):
+            progress.owed = sorted(itertools.chain(*hosts.gather(self._order.owed)))
+            self._checkpointer.save(
+                self.done,
+                self.state,
+                host=progress.to_dict(),
+                metrics={k: v for k, v in metrics.items() if v is not None},
+            )
+        self._saved = self.done
+        progress.ledger += Ledger(seconds=clock.seconds)
+
+    def _stop(self, error: FleetDead, write: Write) -> NoReturn:
+        """Saves what is done and says so."""
+        metrics = self._unwritten or {}
+        if metrics:
+            write(self.done - 1, metrics)
+        if self.done > self._saved:
+            self._save(metrics)
+        raise FleetDead(
+            f"{error}. The run stands at step {self.done} and is saved; bring servers back and "
+            "start the same command again"
+        ) from error
 
 
 @contextlib.contextmanager
-def _writer(
-    config: ml_collections.ConfigDict, workdir: Path, first: int
-) -> Iterator[Callable[[int, dict[str, Any]], None]]:
+def _writer(config: ml_collections.ConfigDict, workdir: Path, first: int) -> Iterator[Write]:
     """Where a step's metrics go; the first process writes."""
     if not hosts.is_first():
         yield lambda step, metrics: None
@@ -208,171 +307,6 @@ def _writer(
             bar.update(step, metrics)
 
         yield write
-
-
-async def _step(
-    trainer: Trainer,
-    state: TrainState,
-    progress: Progress,
-    step: int,
-    journal: Journal,
-    clock: Stopwatch,
-    workdir: Path,
-) -> tuple[TrainState, dict[str, Any]]:
-    config = trainer.config
-
-    # 1-3. Base rollouts, the critic's belief about their states, branches where they teach most.
-    tasks = trainer.tasks_from(progress.cursor)
-    budget = hosts.split(config.budget, step)
-    collected = await collect(
-        dataclasses.replace(trainer.step_config, budget=budget),
-        trainer.agent,
-        tasks,
-        step=step,
-        episode_cost=progress.episode_cost,
-        scorer=lambda base: trainer.score_states(state, base),
-        on_finished=lambda trajectory: journal.append(step, trajectory),
-        process=hosts.index(),
-        num_processes=hosts.count(),
-    )
-    tally = functools.reduce(operator.add, hosts.gather(Tally.of(collected)))
-    tally.ledger.remaining(config.budget)  # raises if the budget was passed
-    trajectories = collected.tree.trajectories
-
-    # One forward pass over everything, branches included, each shared prefix once.
-    with clock.phase("score"):
-        packed = trainer.pack(trajectories)
-        scores = trainer.score(state.params, packed.rows)
-        hidden = trainer.state_features(state, packed, scores)
-        belief = trainer.belief(state, trajectories, hidden)
-
-    # 4. The critic as it stood before this step's outcomes, refined by branches.
-    # 5. The critic learns from old and new evidence.
-    with clock.phase("critic"):
-        values = trainer.refine(collected, belief)
-        batch = trainer.credit_batch(trajectories)
-        if config.critic.enabled:
-            new_critic, critic_metrics = trainer.learn_critic(
-                state, trajectories, packed, batch, hidden, belief
-            )
-            state = dataclasses.replace(state, critic=new_critic)
-            if config.critic.values_from != "before":
-                hidden = trainer.state_features(state, packed, scores)
-                belief = trainer.belief(state, trajectories, hidden, own_fold=True)
-                values = trainer.refine(collected, belief)
-        else:
-            critic_metrics = {}
-
-    # 6. Segment advantages, spread over tokens.
-    with clock.phase("credit"):
-        batch = trainer.with_values(batch, trajectories, values)
-        credits = trainer.estimate(batch)
-
-    # 7. Clipped policy update.
-    with clock.phase("update"):
-        policy_batch = trainer.policy_batch(state, trajectories, packed, scores, batch, credits)
-        state, update_metrics = trainer.update(state, policy_batch)
-
-    # 8. New weights to the engine, under a new version.
-    with clock.phase("push"):
-        await trainer.engine.set_params(hosts.local(trainer.rollout_params(state)), f"v{step + 1}")
-
-    with clock.phase("record"):
-        if hosts.is_first():
-            stats = [{"step": step, **stat.to_dict()} for stat in tally.branch_stats]
-            write_branches(workdir, step, stats)
-        if hosts.is_first() and config.log.tree_tasks:
-            write_trees(
-                workdir,
-                step,
-                record_trees(
-                    collected.tree,
-                    tasks,
-                    **values.for_report(),
-                    segment_advantages=np.asarray(credits.segment_advantages),
-                    max_tasks=config.log.tree_tasks,
-                    decode=trainer.start.chat.decode,
-                ),
-            )
-    for phase, seconds in collected.ledger.seconds.items():
-        clock.seconds[phase] = clock.seconds.get(phase, 0.0) + seconds
-    # Tasks were dealt out in turn: some that others had time for, a slower process has not played.
-    progress.cursor += tally.most_tasks * hosts.count()
-    progress.episode_cost = progress.episode_cost.updated(tally.base)
-    progress.ledger += tally.ledger
-    dose = hosts.total(int(np.count_nonzero(policy_batch.mask & (policy_batch.advantages != 0))))
-    packing_efficiency = hosts.mean(packed.packing_efficiency, 1.0)
-    progress.add(
-        steps=1,
-        packing_efficiency=packing_efficiency,
-        technical_failures=tally.technical_failures,
-        branch_steps=bool(tally.branches),
-        recomputed_share=tally.recomputed_share,
-        dose_tokens=dose,
-        dose_steps=update_metrics["optimizer_steps"],
-    )
-    progress.sums["max_step_tokens"] = max(
-        progress.sums.get("max_step_tokens", 0), tally.ledger.spent
-    )
-    generated = packed.rows.generated_mask  # all False in a step whose engine was dead
-    difference = np.abs(scores.logp - policy_batch.behaviour_logp)[generated]
-    count, _, squares = hosts.moments(np.append(policy_batch.advantages[policy_batch.mask], 0.0))
-    largest = max(hosts.gather(float(difference.max(initial=0.0))))
-    difference, entropy = _mean(difference), _mean(scores.entropy[generated])
-    metrics = {
-        **_rollout_metrics(tally, config.budget),
-        **{f"policy/{name}": value for name, value in update_metrics.items()},
-        **{f"critic/{name}": value for name, value in critic_metrics.items()},
-        "policy/entropy": entropy,
-        "logp_difference/mean": difference,
-        "logp_difference/max": None if difference is None else largest,
-        "credit/std": float(np.sqrt(squares / count)),
-        "dose/tokens": dose,
-        "dose/steps": update_metrics["optimizer_steps"],
-        "packing_efficiency": packing_efficiency,
-        "tokens/cumulative": progress.ledger.spent,
-    }
-    return state, metrics
-
-
-def _mean(values: np.ndarray) -> float | None:
-    """Mean over the values of all processes; None where there is none."""
-    if not hosts.total(values.size):
-        return None
-    return hosts.mean(float(values.mean()) if values.size else 0.0, values.size)
-
-
-def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
-    """What the rollouts of a step say: success, ledger, and the critic held against branches."""
-    scored = [t for t in tally.base if t.outcome is not None]
-    ledger = tally.ledger.to_dict()
-    metrics = {name: value for name, value in ledger.items() if name.startswith("tokens/")}
-    metrics |= {
-        "budget": budget,
-        "train/success": float(np.mean([t.success for t in scored])) if scored else None,
-        "rollouts/base": len(tally.base),
-        "rollouts/branch": tally.branches,
-        "rollouts/cut": tally.cut,
-        "rollouts/tasks": tally.num_tasks,
-        "rollouts/technical_failures": tally.technical_failures,
-        "rollouts/turns": float(np.mean([t.num_segments for t in tally.base])),
-        "branches/states": len(tally.branch_stats),
-        "branches/recomputed_share": tally.recomputed_share,
-    }
-    branched = [s for s in tally.branch_stats if s.count]
-    if branched:
-        report = calibration(
-            *(np.array([getattr(s, n) for s in branched]) for n in ("value", "mean", "count"))
-        )
-        costs = [(s.cost_predicted * s.count, s.cost_actual * s.count) for s in branched]
-        predicted, actual = np.sum(costs, axis=0)
-        metrics |= {
-            "critic/error": float(report["value_mse"]),
-            "critic/brier": float(report["brier"]),
-            "critic/calibration_error": float(report["calibration_error"]),
-            "branches/cost_ratio": float(predicted / max(actual, 1)),
-        }
-    return metrics
 
 
 def _resume(
@@ -412,6 +346,11 @@ def _finish(
 ) -> dict[str, Any]:
     """Writes the summary and the report."""
     ledger, sums = progress.ledger, progress.sums
+    lags = {
+        int(name.removeprefix(LAG)): int(count)
+        for name, count in sums.items()
+        if name.startswith(LAG)
+    }
     steps = max(sums.get("steps", 0), 1)
     step_phases = ("rollout", "score", "controller", "critic", "credit", "update", "push", "record")
     step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in step_phases)
@@ -432,6 +371,13 @@ def _finish(
         "dose": {
             "tokens": int(sums.get("dose_tokens", 0)),
             "optimizer_steps": int(sums.get("dose_steps", 0)),
+        },
+        "staleness": {
+            "tokens": {str(lag): count for lag, count in sorted(lags.items())},
+            "max": max(lags, default=0),
+            "mixed_rollouts": int(sums.get("mixed", 0)),
+            "dropped_rollouts": int(sums.get("dropped", 0)),
+            "dropped_tokens": int(sums.get("dropped_tokens", 0)),
         },
         "wall_s": {phase: round(s, 2) for phase, s in sorted(ledger.seconds.items())},
         "controller_share": ledger.seconds.get("controller", 0.0) / max(step_seconds, 1e-9),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.monitoring
 import ml_collections
 import numpy as np
 
@@ -22,10 +21,12 @@ from focus.credit import ESTIMATORS, estimate
 from focus.credit.primitives import masked_whiten
 from focus.credit.refine import leave_one_out_values
 from focus.critic.losses import fold_of
-from focus.learner import hosts, packing, sharding
+from focus.engines import ENGINES
+from focus.learner import hosts, losses, packing, sharding
 from focus.learner.adapters import Adapters
 from focus.learner.backbone import BackboneCritic
 from focus.learner.batches import bucket, credit_batch, padded
+from focus.learner.compilations import compilations
 from focus.learner.critic import CriticLearner, StateBelief
 from focus.learner.evidence import make_evidence
 from focus.learner.state import TrainState, init_state, make_optimizer
@@ -38,9 +39,17 @@ from focus.learner.update import (
     policy_model,
 )
 from focus.policy import model as models
-from focus.rollout import Collected, EpisodeCost, StateScores, make_beliefs, uninformed_scores
-from focus.rollout.embedded import EmbeddedEngine
-from focus.tasks.base import Environment, Task
+from focus.rollout import (
+    Collected,
+    Engine,
+    EpisodeCost,
+    Freshness,
+    StateScores,
+    make_beliefs,
+    uninformed_scores,
+)
+from focus.task_order import TaskOrder
+from focus.tasks.base import Environment
 from focus.types import Array, Credit, CreditBatch, Trajectory
 from focus.warm_start import WarmStart
 
@@ -66,23 +75,6 @@ class Values:
             "refined": self.refined,
             "refined_stds": np.sqrt(self.refined_variance),
         }
-
-
-class Compilations:
-    """Counts what XLA compiles in this process."""
-
-    _EVENT = "/jax/core/compile/backend_compile_duration"
-
-    def __init__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def _heard(self, event: str, duration: float, **unused: Any) -> None:
-        del duration, unused
-        self.count += event == self._EVENT
-
-
-_COMPILATIONS = Compilations()
 
 
 class Trainer:
@@ -127,10 +119,11 @@ class Trainer:
         self.state_shardings = sharding.shardings_of(
             jax.eval_shape(self._init, start.params), self.mesh
         )
+        self._loss_config = experiment.loss_config(config)
         self.update = make_policy_update(
             policy,
             self._optimizer,
-            experiment.loss_config(config),
+            self._loss_config,
             experiment.update_config(config),
             mesh=self.mesh,
             shardings=self.state_shardings,
@@ -149,20 +142,13 @@ class Trainer:
         )
         self._whiten = jax.jit(masked_whiten)
         self._leave_one_out = jax.jit(leave_one_out_values)
-        self.filtered = config.rollout.top_p < 1 or config.rollout.top_k != -1
-        self.engine = EmbeddedEngine(
-            model,
-            start.params,
-            decode=start.chat.decode,
-            eos_token_ids=start.chat.stop_token_ids,
-            max_running=config.rollout.max_running,
-            retained=config.rollout.retained,
-            cache_buckets=tuple(config.rollout.cache_buckets),
-            prefill_buckets=tuple(config.rollout.prefill_buckets),
-            batch_buckets=tuple(config.rollout.batch_buckets),
-            decode_steps=config.rollout.decode_steps,
+        self._sequence_log_ratio = jax.jit(
+            functools.partial(losses.sequence_log_ratio, level=self._loss_config.importance_level)
         )
-        make_agent = functools.partial(experiment.make_agent, config, env, start.chat, self.engine)
+        self.backend = ENGINES[config.rollout.engine](config, model, start.chat, start.params)
+        make_agent = functools.partial(
+            experiment.make_agent, config, env, start.chat, self.engine, retry=self.backend.retry
+        )
         self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
         # Held-out tasks are played with the same random numbers in every run and at every step.
         self.eval_agent = make_agent(temperature=config.evaluate.temperature, run_seed=0)
@@ -172,7 +158,7 @@ class Trainer:
     @property
     def compilations(self) -> int:
         """Programs that this process has compiled."""
-        return _COMPILATIONS.count
+        return compilations()
 
     def rollout_params(self, state: TrainState) -> Any:
         """The parameters that the engine is to sample with: plain ones, with adapters merged."""
@@ -183,20 +169,19 @@ class Trainer:
         if self.adapters is not None:
             self.adapters.save(path, state, self.config.model.get("path") or None)
 
-    def tasks_from(self, cursor: int, count: int = 256) -> tuple[Task, ...]:
-        """This process's next tasks: every epoch is a permutation of its own, fixed by the seed.
+    @property
+    def engine(self) -> Engine:
+        """Where rollouts are sampled."""
+        return self.backend.engine
 
-        Args:
-          cursor: tasks that all processes are done with.
-          count: how many to return.
-        """
-        total = len(self._train_tasks)
-        tasks = []
-        for i in hosts.deal(range(cursor, cursor + count * hosts.count())):
-            epoch, place = divmod(i, total)
-            order = _permutation(self.config.seed, epoch, total)
-            tasks.append(self._train_tasks[order[place]])
-        return tuple(tasks)
+    def task_order(self, cursor: int = 0, owed: Sequence[int] = ()) -> TaskOrder:
+        """The order of training tasks, from a place on; see `TaskOrder`."""
+        return TaskOrder(self._train_tasks, self.config.seed, cursor=cursor, owed=owed)
+
+    def screen(self, step: int) -> Freshness:
+        """What is not trained on in a step."""
+        c = self.config.rollout
+        return Freshness(step, max_lag=c.async_depth, mixed=c.mixed_versions)
 
     def init_state(self) -> TrainState:
         """The state before the first step, born sharded."""
@@ -252,11 +237,14 @@ class Trainer:
             share_prefixes=models.shares_prefixes(self.model),
         )
 
-    def credit_batch(self, trajectories: Sequence[Trajectory]) -> CreditBatch:
+    def credit_batch(
+        self, trajectories: Sequence[Trajectory], version: int | None = None
+    ) -> CreditBatch:
         """What the critic and estimators read of trajectories, one row each; no values yet.
 
         Args:
           trajectories: base rollouts, then branches.
+          version: see `focus.learner.batches.credit_batch`.
         """
         c = self.config
         per_turn = c.rollout.max_turn_tokens + self.agent.contexts.summary_tokens
@@ -267,6 +255,7 @@ class Trainer:
             num_rows=tuple(c.learner.row_buckets),
             num_continuations=c.branching.max_per_state,
             discount=c.credit.discount,
+            version=version,
         )
 
     def with_values(
@@ -477,7 +466,7 @@ class Trainer:
         credit: Credit,
     ) -> PolicyBatch:
         """Credit on the trajectory axis to the rows that the model reads."""
-        c = self.config.credit
+        c, c_rollout = self.config.credit, self.config.rollout
         weight = np.ones((len(batch.row_mask), 1), np.float32)
         for b, trajectory in enumerate(trajectories):
             if trajectory.parent is not None:
@@ -486,6 +475,11 @@ class Trainer:
         if self.critic is not None and jax.device_get(state.step) < self.config.critic.warmup_steps:
             # A critic that has seen nothing turns noise into advantages.
             mask = np.zeros_like(mask)
+        if batch.staleness is not None and batch.staleness.max(initial=0) > c_rollout.async_depth:
+            raise ValueError(
+                f"tokens {batch.staleness.max()} versions old, more than rollout.async_depth = "
+                f"{c_rollout.async_depth}, came to the policy's loss; screen rollouts first"
+            )
         return PolicyBatch(
             rows=packed.rows,
             mask=mask,
@@ -493,7 +487,20 @@ class Trainer:
             old_logp=scores.logp,
             behaviour_logp=packed.to_rows(batch.behaviour_logp),
             ref_logp=self._reference(packed),
+            importance_log_ratio=self._importance_log_ratio(packed, scores, batch),
         )
+
+    def _importance_log_ratio(
+        self, packed: packing.PackedRows, scores: Scores, batch: CreditBatch
+    ) -> np.ndarray | None:
+        """That of each token's whole trajectory, where the loss corrects by trajectories."""
+        if not self._loss_config.corrects or self._loss_config.importance_level == "token":
+            return None
+        old_logp = packed.to_trajectories(scores.logp, batch.token_mask.shape)
+        ratios = self._sequence_log_ratio(
+            *jax.device_put((old_logp, batch.behaviour_logp, batch.token_mask))
+        )
+        return packed.to_rows(jax.device_get(ratios))
 
     def _reference(self, packed: packing.PackedRows) -> np.ndarray | None:
         """Log-probs under the warm start, where the loss wants them."""
@@ -513,8 +520,3 @@ def _state_scores(belief: StateBelief, rows: int) -> StateScores:
     """What the controller reads of a belief about the first trajectories."""
     names = (field.name for field in dataclasses.fields(StateScores))
     return StateScores(**{name: getattr(belief, name)[:rows] for name in names})
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(size)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -15,13 +16,13 @@ import pytest
 import tiny
 from conftest import REPOSITORY
 
-from focus import train as loop
-from focus.branching.budget import Ledger
-from focus.journal import Journal, read_json_lines
+from focus.journal import read_json_lines
+from focus.learner import compilations
 from focus.learner.checkpoint import Checkpointer
 from focus.metrics import read_metrics
-from focus.rollout import EngineError
+from focus.rollout import EngineError, Stopwatch, collect
 from focus.rollout.embedded import EmbeddedEngine
+from focus.steps import learn
 from focus.train import train
 from focus.trainer import Trainer
 
@@ -146,7 +147,7 @@ def test_the_counter_of_compilations_counts():
 
 
 def loop_compilations():
-    return Trainer.compilations.fget(None)
+    return compilations.compilations()
 
 
 # Resuming.
@@ -191,9 +192,13 @@ def test_tasks_follow_one_another_over_the_borders_of_epochs(prepare):
     env, start = prepare(config)
     trainer = Trainer(config, env, start)
     size = config.task.num_train
-    order = [task.id for task in trainer.tasks_from(0, 3 * size)]
+
+    def tasks_from(cursor, count):
+        return [task.id for task in itertools.islice(trainer.task_order(cursor).draw(0), count)]
+
+    order = tasks_from(0, 3 * size)
     for cursor in range(2 * size):
-        assert [task.id for task in trainer.tasks_from(cursor, size)] == order[cursor:][:size]
+        assert tasks_from(cursor, size) == order[cursor:][:size]
     epochs = [order[i : i + size] for i in (0, size, 2 * size)]
     assert all(sorted(epoch) == sorted(task.id for task in env.tasks("train")) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -278,49 +283,34 @@ def with_outcome(collected, index, outcome):
     return dataclasses.replace(collected, tree=tree)
 
 
-async def baselines(trainer, collected, workdir, monkeypatch):
+def baselines(trainer, collected, monkeypatch):
     """Refined values that a step of the real loop gives to its estimator."""
     seen = []
-
-    async def collect(*unused, **also_unused):
-        return collected
 
     def with_values(batch, trajectories, values):
         seen.append(values)
         return Trainer.with_values(trainer, batch, trajectories, values)
 
-    workdir.mkdir()
-    records = Journal(workdir)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "collect", collect)
         patch.setattr(trainer, "with_values", with_values)
-        await loop._step(
-            trainer,
-            trainer.init_state(),
-            loop.Progress(0, trainer.episode_cost, Ledger()),
-            0,
-            records,
-            loop.Stopwatch(),
-            workdir,
-        )
-    records.close()
+        learn(trainer, trainer.init_state(), collected, 0, Stopwatch())
     (values,) = seen
     return values.refined
 
 
 @pytest.mark.parametrize("values_from", ["before", "crossfit", "after"])
 async def test_an_outcome_reaches_the_baselines_of_its_own_states_only_if_asked_to(
-    values_from, prepare, tmp_path, monkeypatch
+    values_from, prepare, monkeypatch
 ):
     config = tiny.get_config("focus")
     config.critic.values_from = values_from
     trainer = Trainer(config, *prepare(config))
     async with trainer.engine:
         state = trainer.init_state()
-        collected = await loop.collect(
+        collected = await collect(
             trainer.step_config,
             trainer.agent,
-            trainer.tasks_from(0),
+            trainer.task_order().draw(0),
             step=0,
             episode_cost=trainer.episode_cost,
             scorer=lambda base: trainer.score_states(state, base),
@@ -329,9 +319,9 @@ async def test_an_outcome_reaches_the_baselines_of_its_own_states_only_if_asked_
             (b, t) for b, t in enumerate(collected.tree.base) if t.outcome is not None
         )
         flipped = with_outcome(collected, index, 1.0 - trajectory.outcome)
-        one = await baselines(trainer, collected, tmp_path / "one", monkeypatch)
-        again = await baselines(trainer, collected, tmp_path / "again", monkeypatch)
-        other = await baselines(trainer, flipped, tmp_path / "other", monkeypatch)
+        one = baselines(trainer, collected, monkeypatch)
+        again = baselines(trainer, collected, monkeypatch)
+        other = baselines(trainer, flipped, monkeypatch)
     np.testing.assert_array_equal(one, again)
     own = slice(0, len(trajectory.segments))
     assert np.isfinite(one[index, own]).all()
@@ -359,7 +349,7 @@ class FailingEngine(EmbeddedEngine):
 
 def with_failures(monkeypatch, fails):
     engine = type("Engine", (FailingEngine,), {"fails": staticmethod(fails)})
-    monkeypatch.setattr("focus.trainer.EmbeddedEngine", engine)
+    monkeypatch.setattr("focus.engines.EmbeddedEngine", engine)
     real = asyncio.sleep
     monkeypatch.setattr("focus.rollout.pool.asyncio.sleep", lambda seconds: real(0))
 
@@ -431,6 +421,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 import tiny
 from focus.metrics import read_metrics
+from focus.steps import learn
 from focus.train import train
 config = tiny.get_config("ppo")
 config.steps, config.learner.micro_rows, config.mesh.data = 1, 8, int(sys.argv[1])

@@ -1,13 +1,15 @@
 """Rollouts: engines, the agent loop, and the controller that spends a step's tokens."""
 
+from focus.rollout.accounting import Stopwatch, ledger_of
 from focus.rollout.agent import Agent, Rollout, play, request_seed
+from focus.rollout.ahead import RolloutsAhead
 from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs, uninformed_scores
 from focus.rollout.controller import (
+    BaseRollouts,
     BranchedState,
     Collected,
-    Stopwatch,
+    StepPlay,
     collect,
-    ledger_of,
 )
 from focus.rollout.engine import (
     Engine,
@@ -28,11 +30,13 @@ from focus.rollout.pool import (
     UnlimitedAccount,
     generate_with_retries,
 )
+from focus.rollout.staleness import Freshness, Versions
 from focus.rollout.step import EpisodeCost, StepConfig, validate_step
 from focus.rollout.tally import Tally
 
 __all__ = [
     "Agent",
+    "BaseRollouts",
     "BranchedState",
     "Collected",
     "Engine",
@@ -41,21 +45,25 @@ __all__ = [
     "EpisodeCost",
     "FinishReason",
     "FleetDead",
+    "Freshness",
     "GenerateRequest",
     "GenerateResult",
     "Patience",
     "Pool",
     "RetryPolicy",
     "Rollout",
+    "RolloutsAhead",
     "SamplingParams",
     "Slots",
     "StateBeliefs",
     "StateScores",
     "StepConfig",
+    "StepPlay",
     "Stopwatch",
     "Tally",
     "TokenAccount",
     "UnlimitedAccount",
+    "Versions",
     "collect",
     "generate_with_retries",
     "ledger_of",

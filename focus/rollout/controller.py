@@ -9,27 +9,33 @@ no base rollout is cut while the step has tokens left. Nothing here decides by t
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import dataclasses
 import functools
+import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from focus.branching.budget import Ledger
 from focus.branching.plan import Plan
+from focus.rollout.accounting import Stopwatch, ledger_of, recomputed_share
 from focus.rollout.agent import Agent, Rollout, play, request_seed
 from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs
-from focus.rollout.pool import Pool, TokenAccount
+from focus.rollout.pool import Patience, Pool, Slots, TokenAccount
 from focus.rollout.step import NO_BRANCHES, EpisodeCost, StepConfig
 from focus.tasks.base import Task
-from focus.types import Generation, RolloutTree, Trajectory
+from focus.types import RolloutTree, Trajectory
 
 # The learner's forward pass: base trajectories in, the critic's belief about their states out.
 Scorer = Callable[[Sequence[Trajectory]], StateScores]
+# Why a trajectory is not to be trained on, None if it is.
+Screen = Callable[[Trajectory], str | None]
+
+# Most tasks of one step, whatever they cost: those that cost nothing would never end.
+MOST_GROUPS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +78,23 @@ class BranchedState:
 
 
 @dataclasses.dataclass(frozen=True)
+class BaseRollouts:
+    """A step's base rollouts, and what they have left to spend.
+
+    Attributes:
+      trajectories: all of them, in order of groups.
+      tasks: one of each group, in the same order.
+      account: pays for the branches too.
+      seconds: wall time from the first launch to the last end.
+    """
+
+    trajectories: tuple[Trajectory, ...] = dataclasses.field(repr=False)
+    tasks: tuple[Task, ...] = dataclasses.field(repr=False)
+    account: TokenAccount
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Collected:
     """All that a step's rollouts brought.
 
@@ -83,11 +106,12 @@ class Collected:
       plans: one per round.
       branch_stats: one entry per branched state.
       episode_cost: prediction for the next step.
-      num_tasks: how many of the tasks were played; the next step goes on after them.
+      tasks: those that were played, one of each group; the next step goes on after them.
       technical_failures: rollouts that ended "failed". They are in the tree (base) or not, but
         have no outcome.
       recomputed_share: of the prefixes that branches share with their parents, the part that
         the engine had to compute again; 0 without branches.
+      dropped: rollouts that were paid for and are not in the tree, see `Screen`.
     """
 
     # asyncio prints the result of a finished run's task to itself; a step is too long for that.
@@ -97,15 +121,21 @@ class Collected:
     plans: tuple[Plan, ...] = dataclasses.field(repr=False)
     branch_stats: tuple[BranchedState, ...] = dataclasses.field(repr=False)
     episode_cost: EpisodeCost
-    num_tasks: int
+    tasks: tuple[Task, ...] = dataclasses.field(repr=False)
     technical_failures: int
     recomputed_share: float
+    dropped: tuple[Trajectory, ...] = dataclasses.field(repr=False, default=())
+
+    @property
+    def num_tasks(self) -> int:
+        """How many of the tasks were played."""
+        return len(self.tasks)
 
 
 async def collect(
     config: StepConfig,
     agent: Agent,
-    tasks: Sequence[Task],
+    tasks: Iterable[Task],
     *,
     step: int,
     episode_cost: EpisodeCost,
@@ -114,20 +144,11 @@ async def collect(
     process: int = 0,
     num_processes: int = 1,
 ) -> Collected:
-    """Plays one step.
+    """Plays one step: see `StepPlay`, of which these are the fields.
 
     Args:
-      config: budget and how to spend it.
-      agent: plays.
       tasks: tasks to play in this order, as many as the budget pays for.
-      step: part of every trajectory's id, "<step>/<task>.<member>".
-      episode_cost: predicted cost of a base episode.
-      scorer: the critic's forward pass; called once, after the base rollouts. Not needed
-        without branches.
-      on_finished: called with every trajectory when it ends, e.g. to write a journal.
-      process: of several processes that play one step with tasks of their own; this one's groups
-        are numbered `process`, `process + num_processes` ..., so that no two share a number.
-      num_processes: how many there are.
+      scorer: see `StepPlay.branch`.
 
     Returns:
       `Collected`; `ledger.spent <= config.budget` always.
@@ -135,91 +156,170 @@ async def collect(
     Raises:
       ValueError: no tasks; branches without a scorer or in an environment that cannot branch.
     """
-    branching = config.rule != NO_BRANCHES
-    if not tasks:
-        raise ValueError("no tasks were given to collect; pass at least one")
-    if branching and scorer is None:
-        raise ValueError(f"rule {config.rule!r} needs a scorer; pass the critic's forward pass")
-    if branching and not agent.env.branchable:
-        raise ValueError(
-            f"environment {agent.env.name!r} cannot continue a state twice; use rule 'none' and "
-            "base_fraction 1"
-        )
-    clock = Stopwatch()
-    account = TokenAccount(config.budget)
-    with clock.phase("rollout"):
-        numbers = range(process, process + num_processes * len(tasks), num_processes)
-        base = await _play_base(
-            config, agent, tasks, numbers, account, step, episode_cost, on_finished
-        )
-
-    branched = _Branched()
-    if branching:
-        with clock.phase("score"):
-            scores = scorer(base)
-        branched = await _branch(config, agent, account, base, scores, step, clock, on_finished)
-    kept = tuple(branch for branch in branched.branches if branch.segments)
-    return Collected(
-        tree=RolloutTree(base, kept),
-        ledger=ledger_of(base, kept, clock.seconds),
-        beliefs=branched.beliefs,
-        plans=branched.plans,
-        branch_stats=branched.stats,
-        episode_cost=episode_cost.updated(base),
-        num_tasks=len({trajectory.group_id for trajectory in base}),
-        technical_failures=sum(t.end == "failed" for t in (*base, *branched.branches)),
-        recomputed_share=_recomputed_share(kept),
+    play_of_step = StepPlay(
+        config, agent, step, episode_cost, on_finished, process=process, num_processes=num_processes
     )
+    play_of_step.check(scorer)
+    return await play_of_step.branch(await play_of_step.base(tasks), scorer)
 
 
-async def _play_base(
-    config: StepConfig,
-    agent: Agent,
-    tasks: Sequence[Task],
-    numbers: Sequence[int],
-    account: TokenAccount,
-    step: int,
-    episode_cost: EpisodeCost,
-    on_finished: Callable[[Trajectory], None] | None,
-) -> tuple[Trajectory, ...]:
-    """Launches whole groups as long as their predicted cost fits into the base share.
+@dataclasses.dataclass(frozen=True)
+class StepPlay:
+    """What the rollouts of one step have in common.
 
-    A group in flight stands for its predicted cost, or for what its finished members have used
-    if that is more; only a group that is done stands for its real cost. (Short episodes end
-    first: booking each at its real cost as it ends would launch too much.)
+    Attributes:
+      config: budget and how to spend it.
+      agent: plays.
+      step: part of every trajectory's id, "<step>/<task>.<member>".
+      episode_cost: predicted cost of a base episode.
+      on_finished: called with every trajectory when it ends, e.g. to write a journal.
+      screen: says which trajectories are not to be trained on.
+      slots: where plays find a place, if several steps share it; None: `config.concurrency`.
+      process: of several processes that play one step with tasks of their own; this one's groups
+        are numbered `process`, `process + num_processes` ..., so that no two share a number.
+      num_processes: how many there are.
     """
-    share = math.floor(config.base_fraction * config.budget)
-    group_cost = config.group_size * episode_cost.tokens * config.cost_margin
-    used: list[float] = []
-    running: list[int] = []
 
-    def projected() -> float:
-        return sum(max(u, group_cost) if r else u for u, r in zip(used, running, strict=True))
+    config: StepConfig
+    agent: Agent
+    step: int
+    episode_cost: EpisodeCost
+    on_finished: Callable[[Trajectory], None] | None = None
+    screen: Screen = lambda trajectory: None
+    slots: Slots | None = None
+    process: int = 0
+    num_processes: int = 1
 
-    def launch() -> None:
-        # The first group always: a step without rollouts would teach nothing.
-        while len(used) < len(tasks) and (not used or projected() + group_cost <= share):
-            group, task = numbers[len(used)], tasks[len(used)]
-            state = agent.start(task)
-            for member in range(config.group_size):
-                rollout = Rollout(f"{step}/{group}.{member}", task.id, group)
-                pool.submit(functools.partial(play, agent, state, rollout, account))
-            used.append(0)
-            running.append(config.group_size)
+    def check(self, scorer: Scorer | None) -> None:
+        """Checks that the step can branch if it is meant to.
 
-    def finished(trajectory: Trajectory) -> None:
-        if on_finished is not None:
-            on_finished(trajectory)
-        # A dead engine fails for free: without a price it would be given every task there is.
-        cost = episode_cost.tokens if trajectory.end == "failed" else 0
-        launched = numbers.index(trajectory.group_id)
-        used[launched] += max(trajectory.num_tokens, cost)
-        running[launched] -= 1
-        launch()
+        Raises:
+          ValueError: it cannot.
+        """
+        if self.config.rule == NO_BRANCHES:
+            return
+        if scorer is None:
+            raise ValueError(
+                f"rule {self.config.rule!r} needs a scorer; pass the critic's forward pass"
+            )
+        if not self.agent.env.branchable:
+            raise ValueError(
+                f"environment {self.agent.env.name!r} cannot continue a state twice; use rule "
+                "'none' and base_fraction 1"
+            )
 
-    pool = Pool(config.concurrency, finished)
-    launch()
-    return tuple(await pool.join())
+    async def base(self, tasks: Iterable[Task]) -> BaseRollouts:
+        """Launches whole groups as long as their predicted cost fits into the base share.
+
+        A group in flight stands for its predicted cost, or for what its finished members have
+        used if that is more; only a group that is done stands for its real cost. (Short episodes
+        end first: booking each at its real cost as it ends would launch too much.)
+
+        Every group that was launched is waited for, however long it takes.
+
+        Args:
+          tasks: played in this order; one is drawn when its group is launched.
+
+        Returns:
+          `BaseRollouts`.
+
+        Raises:
+          ValueError: no tasks.
+        """
+        config, cost = self.config, self.episode_cost.tokens
+        share = math.floor(config.base_fraction * config.budget)
+        group_cost = config.group_size * cost * config.cost_margin
+        account, patience = TokenAccount(config.budget), Patience(config.proceed_fraction)
+        agent = dataclasses.replace(self.agent, patience=patience)
+        left = itertools.islice(tasks, MOST_GROUPS)
+        played: list[Task] = []
+        used: list[float] = []
+        running: list[int] = []
+
+        def projected() -> float:
+            return sum(max(u, group_cost) if r else u for u, r in zip(used, running, strict=True))
+
+        def launch() -> None:
+            # The first group always: a step without rollouts would teach nothing.
+            while not used or projected() + group_cost <= share:
+                task = next(left, None)
+                if task is None:
+                    return
+                group = self.process + self.num_processes * len(played)
+                state = agent.start(task)
+                patience.launched(config.group_size)
+                for member in range(config.group_size):
+                    rollout = Rollout(f"{self.step}/{group}.{member}", task.id, group)
+                    pool.submit(functools.partial(play, agent, state, rollout, account))
+                played.append(task)
+                used.append(0)
+                running.append(config.group_size)
+
+        def finished(trajectory: Trajectory) -> None:
+            if self.on_finished is not None:
+                self.on_finished(trajectory)
+            # A dead engine fails for free: without a price it would be given every task there is.
+            price = cost if trajectory.end == "failed" else 0
+            group = (trajectory.group_id - self.process) // self.num_processes
+            used[group] += max(trajectory.num_tokens, price)
+            running[group] -= 1
+            launch()
+            patience.ended(trajectory)
+
+        clock = Stopwatch()
+        with clock.phase("rollout"):
+            pool = Pool(self.slots or Slots(config.concurrency), finished, step=self.step)
+            launch()
+            if not played:
+                raise ValueError("a step was given no tasks; pass at least one")
+            trajectories = tuple(await pool.join())
+        return BaseRollouts(trajectories, tuple(played), account, clock.seconds["rollout"])
+
+    async def branch(
+        self, base: BaseRollouts, scorer: Scorer | None = None, *, waited_s: float | None = None
+    ) -> Collected:
+        """Spends what the base rollouts have left where it teaches most.
+
+        A rollout that the screen refuses is paid for and left out: it is not branched, and as a
+        branch it is no evidence.
+
+        Args:
+          base: the step's base rollouts.
+          scorer: the critic's forward pass; called once, in a thread, so that other steps'
+            rollouts go on meanwhile. Not needed without branches.
+          waited_s: seconds that were waited for `base`, where it was played meanwhile.
+
+        Returns:
+          `Collected`.
+
+        Raises:
+          ValueError: branches without a scorer or in an environment that cannot branch.
+        """
+        self.check(scorer)
+        clock = Stopwatch()
+        clock.seconds["rollout"] = base.seconds if waited_s is None else waited_s
+        kept_base = tuple(t for t in base.trajectories if self.screen(t) is None)
+        branched = _Branched()
+        if self.config.rule != NO_BRANCHES and kept_base:
+            with clock.phase("score"):
+                scores = await asyncio.to_thread(scorer, kept_base)
+            branched = await _branch(self, base.account, kept_base, scores, clock)
+        branches = tuple(branch for branch in branched.branches if branch.segments)
+        kept = tuple(branch for branch in branches if self.screen(branch) is None)
+        everything = (*base.trajectories, *branched.branches)
+        dropped = tuple(t for t in everything if t.segments and self.screen(t) is not None)
+        return Collected(
+            tree=RolloutTree(kept_base, kept),
+            ledger=ledger_of(base.trajectories, branches, clock.seconds, dropped=dropped),
+            beliefs=branched.beliefs,
+            plans=branched.plans,
+            branch_stats=branched.stats,
+            episode_cost=self.episode_cost.updated(base.trajectories),
+            tasks=base.tasks,
+            technical_failures=sum(t.end == "failed" for t in everything),
+            recomputed_share=recomputed_share(kept),
+            dropped=dropped,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,16 +333,14 @@ class _Branched:
 
 
 async def _branch(
-    config: StepConfig,
-    agent: Agent,
+    step: StepPlay,
     account: TokenAccount,
     base: Sequence[Trajectory],
     scores: StateScores,
-    step: int,
     clock: Stopwatch,
-    on_finished: Callable[[Trajectory], None] | None,
 ) -> _Branched:
     """Plans, branches and updates the belief, round after round."""
+    config, agent = step.config, step.agent
     with clock.phase("controller"):
         beliefs = make_beliefs(
             base,
@@ -264,37 +362,43 @@ async def _branch(
                 max_picks=config.max_picks,
                 max_per_state=config.max_per_state,
                 sampled_count=started,
-                seed=request_seed(agent.run_seed, f"{step}/plan", round_),
+                seed=request_seed(agent.run_seed, f"{step.step}/plan", round_),
                 value_range=config.value_range,
             )
             new_rows = np.repeat(np.arange(plan.count.size), plan.count).tolist()
         with clock.phase("rollout"):
-            new = await _play_branches(
-                config, agent, base, beliefs, new_rows, started, account, on_finished
-            )
+            new = await _play_round(step, account, base, beliefs, new_rows, started)
         with clock.phase("controller"):
-            beliefs = beliefs.observe(new_rows, [branch.outcome for branch in new])
+            outcomes = [None if step.screen(branch) else branch.outcome for branch in new]
+            beliefs = beliefs.observe(new_rows, outcomes)
         started = started + plan.count
         plans.append(plan)
         rows += new_rows
         branches += new
     with clock.phase("controller"):
-        stats = _branch_stats(config, base, beliefs, rows, branches)
+        stats = _branch_stats(step, base, beliefs, rows, branches)
     return _Branched(beliefs, tuple(plans), tuple(branches), stats)
 
 
-async def _play_branches(
-    config: StepConfig,
-    agent: Agent,
+async def _play_round(
+    step: StepPlay,
+    account: TokenAccount,
     base: Sequence[Trajectory],
     beliefs: StateBeliefs,
     rows: Sequence[int],
     started: np.ndarray,
-    account: TokenAccount,
-    on_finished: Callable[[Trajectory], None] | None,
 ) -> list[Trajectory]:
     """Continues from the state of each row; a row that occurs k times is continued k times."""
-    pool = Pool(config.concurrency, on_finished)
+    patience = Patience(step.config.proceed_fraction)
+    patience.launched(len(rows))
+    agent = dataclasses.replace(step.agent, patience=patience)
+
+    def finished(trajectory: Trajectory) -> None:
+        if step.on_finished is not None:
+            step.on_finished(trajectory)
+        patience.ended(trajectory)
+
+    pool = Pool(step.slots or Slots(step.config.concurrency), finished, step=step.step)
     member = started.copy()
     for row in rows:
         trajectory_index, state_index = beliefs.index[row]
@@ -312,59 +416,14 @@ async def _play_branches(
     return await pool.join()
 
 
-def ledger_of(
-    base: Sequence[Trajectory], branches: Sequence[Trajectory], seconds: dict[str, float]
-) -> Ledger:
-    """The ledger of rollouts, read off their tokens: see `focus.branching.Ledger`.
-
-    What stands between an output and the next prompt of its span is observation: the tool's
-    answer with its markers, and the request for a summary. A request that was aborted and
-    resumed counts its prompt once.
-    """
-    columns = dict.fromkeys(("base", "branch", "summary", "observation", "prefill", "cached"), 0)
-    for column, trajectories in (("base", base), ("branch", branches)):
-        for trajectory in trajectories:
-            generations = [g for segment in trajectory.segments for g in segment.generations]
-            for generation in generations:
-                purpose = "summary" if generation.kind == "summary" else column
-                columns[purpose] += len(generation.output_ids)
-                columns["cached"] += generation.cached_tokens
-                columns["prefill"] += len(generation.prompt_ids) - generation.cached_tokens
-            columns["observation"] += _observation_tokens(trajectory, generations)
-    return Ledger(**columns, seconds=seconds)
-
-
-def _observation_tokens(trajectory: Trajectory, generations: Sequence[Generation]) -> int:
-    prompts = [(g.span, len(g.prompt_ids)) for g in generations]
-    last = trajectory.states[-1]
-    prompts.append((last.span, len(last.prompt_ids)))
-    tokens = 0
-    for generation, (span, length) in zip(generations, prompts[1:], strict=True):
-        read = len(generation.prompt_ids) + len(generation.output_ids)
-        if span == generation.span and length:
-            tokens += length - read
-    return tokens
-
-
-def _recomputed_share(branches: Sequence[Trajectory]) -> float:
-    """sum(prompt - 1 - cached) / sum(prompt - 1) over the first requests of branches.
-
-    Minus one because the last prompt token must be computed to sample at all.
-    """
-    first = [branch.segments[0].generations[0] for branch in branches]
-    shared = sum(len(g.prompt_ids) - 1 for g in first)
-    recomputed = shared - sum(g.cached_tokens for g in first)
-    return recomputed / shared if shared else 0.0
-
-
 def _branch_stats(
-    config: StepConfig,
+    step: StepPlay,
     base: Sequence[Trajectory],
     beliefs: StateBeliefs,
     rows: Sequence[int],
     branches: Sequence[Trajectory],
 ) -> tuple[BranchedState, ...]:
-    refined, variance = beliefs.refine(config.refine, config.value_range)
+    refined, variance = beliefs.refine(step.config.refine, step.config.value_range)
     prior_std = np.linalg.norm(beliefs.error_features, axis=1)
     of_row: dict[int, list[Trajectory]] = {}
     for row, branch in zip(rows, branches, strict=True):
@@ -372,7 +431,7 @@ def _branch_stats(
     stats = []
     for row, members in sorted(of_row.items()):
         trajectory_index, state_index = (int(i) for i in beliefs.index[row])
-        scored = [branch for branch in members if branch.outcome is not None]
+        scored = [b for b in members if b.outcome is not None and not step.screen(b)]
         parent = base[trajectory_index]
         stats.append(
             BranchedState(
@@ -392,19 +451,3 @@ def _branch_stats(
             )
         )
     return tuple(stats)
-
-
-class Stopwatch:
-    """Wall seconds by phase; measured, never decided by."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

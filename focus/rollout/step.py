@@ -33,6 +33,8 @@ class StepConfig:
         because a prediction that is too low cuts rollouts short and one that is too high only
         launches the last groups a little later.
       state_bucket: states are padded to this times a power of two.
+      proceed_fraction: once this share of the rollouts has ended well, those whose engine has
+        failed are given up; None: they have all their attempts.
     """
 
     budget: int
@@ -48,6 +50,7 @@ class StepConfig:
     concurrency: int = 64
     cost_margin: float = 1.1
     state_bucket: int = 256
+    proceed_fraction: float | None = None
 
     def __post_init__(self):
         positive = ("budget", "group_size", "rounds", "max_picks", "concurrency", "state_bucket")

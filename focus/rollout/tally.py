@@ -6,6 +6,7 @@ import dataclasses
 
 from focus.branching.budget import Ledger
 from focus.rollout.controller import BranchedState, Collected
+from focus.rollout.staleness import Freshness, Versions
 from focus.types import Trajectory
 
 
@@ -49,10 +50,10 @@ class Tally:
       branches: number of branches.
       cut: rollouts that the budget ended.
       num_tasks: tasks that were played.
-      most_tasks: the same, of the process that played most.
       technical_failures: see `Collected`.
       branch_stats: one entry per branched state.
       recomputed_shares: see `Collected`; one entry per process that branched.
+      versions: whose weights the tokens came from.
     """
 
     ledger: Ledger
@@ -60,14 +61,14 @@ class Tally:
     branches: int
     cut: int
     num_tasks: int
-    most_tasks: int
     technical_failures: int
     branch_stats: tuple[BranchedState, ...]
     recomputed_shares: tuple[float, ...]
+    versions: Versions
 
     @classmethod
-    def of(cls, collected: Collected) -> Tally:
-        """That of one process's rollouts."""
+    def of(cls, collected: Collected, screen: Freshness) -> Tally:
+        """That of one process's rollouts, which `screen` has screened."""
         tree = collected.tree
         return cls(
             ledger=dataclasses.replace(collected.ledger, seconds={}),
@@ -75,18 +76,15 @@ class Tally:
             branches=len(tree.branches),
             cut=sum(t.end == "budget" for t in tree.trajectories),
             num_tasks=collected.num_tasks,
-            most_tasks=collected.num_tasks,
             technical_failures=collected.technical_failures,
             branch_stats=collected.branch_stats,
             recomputed_shares=(collected.recomputed_share,) if tree.branches else (),
+            versions=Versions.of(tree.trajectories, collected.dropped, screen),
         )
 
     def __add__(self, other: Tally) -> Tally:
-        def joined(name):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            return max(mine, theirs) if name == "most_tasks" else mine + theirs
-
-        return Tally(**{field.name: joined(field.name) for field in dataclasses.fields(self)})
+        names = (field.name for field in dataclasses.fields(self))
+        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def recomputed_share(self) -> float:

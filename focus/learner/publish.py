@@ -1,0 +1,82 @@
+"""Weights to servers, through a directory that the learner and all of them see.
+
+    weights/v12/          a model in the layout of Hugging Face, complete or not there
+    weights/.partial-v13  being written
+
+A version is written under another name, forced to disk, renamed and only then announced: a store
+shared by several hosts need not show them a file as soon as it is written. It is deleted when no
+server says that it has it and it is not the newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from focus.learner import hosts
+from focus.policy import hf
+from focus.types import version_name
+
+
+class Servers(Protocol):
+    """What takes the weights: an engine's client."""
+
+    async def load_weights(self, path: str, version: str) -> None:
+        """Loads a directory; returns when new tokens are of `version`."""
+
+    def versions(self) -> Mapping[str, str | None]:
+        """The version that each server last reported."""
+
+
+class Publisher:
+    """Writes versions, has them loaded, and deletes those that nobody has any more.
+
+    All processes of a run call it, with parameters in any sharding; each file is written by one
+    of them.
+
+    Args:
+      root: directory of the versions.
+      model: config of the model's family.
+      servers: who loads them; in every process a client of the same fleet.
+      dtype: of the files.
+      attempt: see `version_name`.
+    """
+
+    def __init__(self, root: str | Path, model: Any, servers: Servers, *, dtype: str, attempt: int):
+        self._root = Path(root).resolve()
+        self._model = model
+        self._servers = servers
+        self._dtype = dtype
+        self._attempt = attempt
+
+    async def __call__(self, params: Any, step: int) -> None:
+        """Publishes the weights after `step` training steps.
+
+        Raises:
+          EngineError: no server has taken them.
+          OSError: they could not be written.
+        """
+        version = version_name(step, self._attempt)
+        path = self._root / version
+        # Files take their time, and rollouts of other steps are going on.
+        await asyncio.to_thread(self._write, path, params)
+        await self._servers.load_weights(str(path), version)
+        await asyncio.to_thread(self._clean_up, version)
+
+    def _write(self, path: Path, params: Any) -> None:
+        if hosts.is_first():
+            self._root.mkdir(parents=True, exist_ok=True)
+        hosts.barrier()
+        hf.save_checkpoint(path, self._model, params, dtype=self._dtype)
+
+    def _clean_up(self, version: str) -> None:
+        hosts.barrier()  # everybody's servers have it
+        if not hosts.is_first():
+            return
+        needed = {version, *self._servers.versions().values()}
+        for directory in self._root.iterdir():
+            if directory.is_dir() and directory.name not in needed:
+                shutil.rmtree(directory)
