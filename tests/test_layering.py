@@ -24,7 +24,10 @@ ALLOWED = {
 }
 TOP = {
     "train",
+    "steps",
     "trainer",
+    "engines",
+    "task_order",
     "evaluate",
     "experiment",
     "warm_start",

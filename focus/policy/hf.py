@@ -345,6 +345,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _publish(partial: Path, path: Path) -> None:
+    _sync_directory(partial)  # the names of its files are on disk before its own is
     if not path.exists():
         os.rename(partial, path)
     else:
@@ -357,7 +358,12 @@ def _publish(partial: Path, path: Path) -> None:
             if old.name not in written:
                 old.unlink()
         partial.rmdir()
-    directory = os.open(path.parent, os.O_RDONLY)
+        _sync_directory(path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
