@@ -97,8 +97,8 @@ class Compiled:
 
 
 _WAY_OUT = (
-    "use more chips, fewer learner.micro_rows to a chip, model.remat='full' ('chunks' for the hybrid "
-    "family), or a larger mesh.tensor"
+    "use more chips, fewer learner.micro_rows to a chip, model.remat='full' (hybrid: 'chunks'), or "
+    "a larger mesh.tensor"
 )
 
 
