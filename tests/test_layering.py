@@ -45,6 +45,7 @@ PURE_LIBRARIES = {"jax", "chex", "numpy", "__future__"} | {
     "numbers",
     "math",
     "itertools",
+    "re",
 }
 WITHOUT_JAX = {"tasks", "context", "journal"}
 # The engine in this process, and the planner's arrays, are where rollouts touch a device.
