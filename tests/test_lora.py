@@ -679,6 +679,7 @@ def test_adapters_are_not_put_on_another_base(run, trained, prepare):
         Trainer(run.config, env, other).rollout_params(last)
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme_trains_and_a_resume_changes_not_a_bit(
     run, trained, prepare, tmp_path
 ):
