@@ -11,7 +11,8 @@ batch mates change it by floating-point rounding alone.
 
 Memory: `rows * row_bytes`, where a row takes `2 * layers * kv_heads * cache_length * head_dim`
 numbers and there are `max_running + retained + 1` rows (one is scratch room for padding), plus
-one working copy of the running rows during a call. See `EmbeddedEngine.cache_bytes`.
+one working copy of the running rows during a call. See `EmbeddedEngine.cache_bytes`. A recurrent
+model has a memory per row and per snapshot beside (`focus.rollout.snapshot_store`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from focus.policy import transformer
-from focus.policy.transformer import ModelConfig, Params
+from focus.policy import model as models
+from focus.policy.model import Config, Params
 from focus.rollout.completion import Completion
 from focus.rollout.engine import (
     EngineError,
@@ -37,6 +38,7 @@ from focus.rollout.engine import (
 )
 from focus.rollout.prefix_store import Placement, PrefixStore
 from focus.rollout.runner import Runner
+from focus.rollout.snapshot_store import SnapshotStore
 
 # Passes of the event loop without a new request after which callers are taken to be waiting.
 _QUIET_PASSES = 4
@@ -85,6 +87,8 @@ class EmbeddedEngine:
       max_running: slots that decode together.
       retained: rows beyond those, which keep finished completions for reuse. The default,
         4 * max_running, holds the base rollouts of a step until their branches have run.
+      snapshots: of a recurrent model, memories that are kept at the ends of prompts, where turns
+        end and branches leave; without one, nothing of a prefix is reused. Default 4 per row.
       cache_length: longest prompt plus completion, in tokens; default the model's context.
       cache_buckets: numbers of cache columns that a call may attend to; default 128, 256, 384,
         then doubling, up to `cache_length`.
@@ -101,13 +105,14 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: Config,
         params: Params,
         *,
         decode: Callable[[Sequence[int]], str],
         eos_token_ids: Sequence[int] = (),
         max_running: int = 64,
         retained: int | None = None,
+        snapshots: int | None = None,
         cache_length: int | None = None,
         cache_buckets: Sequence[int] | None = None,
         prefill_buckets: Sequence[int] = (16, 64),
@@ -117,11 +122,6 @@ class EmbeddedEngine:
         weight_version: str = "v0",
         loader: Callable[[str], Params] | None = None,
     ):
-        if not isinstance(model, ModelConfig):
-            raise ValueError(
-                f"the embedded engine does not serve {type(model).__name__}: it forks caches by "
-                "copying columns, and a recurrent memory has none; use a dense family, or a server"
-            )
         length = model.max_context if cache_length is None else cache_length
         retained = 4 * max_running if retained is None else retained
         if max_running < 1 or retained < 0:
@@ -142,6 +142,9 @@ class EmbeddedEngine:
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
         self._rows = max_running + retained
+        self._snapshots = 0
+        if models.is_recurrent(model):
+            self._snapshots = 4 * self._rows if snapshots is None else snapshots
         self._length = length
         self._max_stop_ids = max_stop_ids
         self._loader = loader
@@ -149,6 +152,7 @@ class EmbeddedEngine:
             model,
             rows=self._rows,
             row_length=length,
+            snapshots=self._snapshots,
             max_running=max_running,
             cache_buckets=cache_buckets,
             prefill_buckets=prefill_buckets,
@@ -403,7 +407,11 @@ class EmbeddedEngine:
 
     def _reset_store(self) -> None:
         # A wave costs a device call, which computes at least a chunk for a row anyway.
-        self._store = PrefixStore(self._rows, self._length, wave_cost=self._runner.smallest_chunk)
+        wave_cost = self._runner.smallest_chunk
+        if models.is_recurrent(self._model):
+            self._store = SnapshotStore(self._rows, self._length, self._snapshots, wave_cost)
+        else:
+            self._store = PrefixStore(self._rows, self._length, wave_cost)
 
     def _swap(self) -> None:
         params, version, future = self._swaps[0]
@@ -414,7 +422,7 @@ class EmbeddedEngine:
             future.set_result(None)
 
     def _check_params(self, params: Params) -> None:
-        expected = transformer.param_shapes(self._model)
+        expected = models.param_shapes(self._model)
         shapes = jax.tree.map(lambda p: tuple(p.shape), params)
         if shapes != expected:
             raise ValueError(
@@ -442,7 +450,11 @@ class EmbeddedEngine:
         for wave in range(max((p.wave for p, _ in admitted), default=-1) + 1):
             members = [(p, tokens) for p, tokens in admitted if p.wave == wave]
             self._runner.fork([(p.source, p.row) for p, _ in members if p.source is not None])
+            self._runner.remember([(p.memory, p.row) for p, _ in members if p.memory is not None])
             self._runner.prefill([(p.row, p.cached, tokens) for p, tokens in members])
+            self._runner.remember(
+                [(p.row, p.snapshot) for p, _ in members if p.snapshot is not None]
+            )
 
     def _decode(self) -> None:
         """Samples a block of tokens for all running completions and hands out what has ended."""

@@ -23,12 +23,16 @@ class Placement:
       cached: tokens that need not be computed.
       wave: 0 when the source is complete now, else one more than the wave of the source: it is
         itself filled in the same admission.
+      memory: of a recurrent model, the memory to start from; None to go on with the row's own.
+      snapshot: of a recurrent model, where to keep the memory at the end of the prompt.
     """
 
     row: int
     source: int | None
     cached: int
     wave: int
+    memory: int | None = None
+    snapshot: int | None = None
 
 
 class PrefixStore:
@@ -63,6 +67,7 @@ class PrefixStore:
         usable = prompt[:-1]
         equal = self._tokens[:, : len(usable)] == usable
         common = np.minimum(np.logical_and.accumulate(equal, axis=1).sum(axis=1), self._length)
+        common = self._reusable(common)
         extends = ~self._busy & (common == self._length)
         saved = common - self._wave_cost * (self._wave + 1)
         row = int(np.argmax(2 * saved + extends))
@@ -127,6 +132,10 @@ class PrefixStore:
         """Forgets everything that idle rows hold (new weights)."""
         self._length[~self._busy] = 0
         self._last_used[~self._busy] = 0
+
+    def _reusable(self, common: np.ndarray) -> np.ndarray:
+        """How much of what rows have in common with a prompt it can start from: all of it."""
+        return common
 
     def _touch(self, row: int) -> None:
         self._clock += 1

@@ -1,6 +1,7 @@
 """The device programs of the embedded engine, each compiled once for its bucket of shapes.
 
     fork      copies rows of the cache
+    remember  copies recurrent memories, of models that have them
     prefill   appends a chunk of known tokens behind rows
     decode    samples tokens behind rows until enough of them have ended
 
@@ -20,11 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from focus.policy import transformer
-from focus.policy.transformer import Cache, ModelConfig, Params
-from focus.rollout import sampling
+from focus.policy import model as models
+from focus.rollout import memories, sampling
 
 Array = jax.Array
+Cache = Any  # of the model's family, see `models.init_cache`
+Params = models.Params
 
 
 @jax.tree_util.register_dataclass
@@ -66,57 +68,64 @@ class Slots:
     seed: Any
 
 
-def unstack(config: ModelConfig, params: Params) -> Weights:
+def unstack(config: models.Config, params: Params) -> Weights:
     """Splits stacked layers. Copies everything: a trainer may donate its own parameters."""
     copied = jax.tree.map(lambda p: jnp.array(p, config.dtype, copy=True), params)
-    top = {name: value for name, value in copied.items() if name != "layers"}
-    return Weights(top=top, layers=transformer.layer_list(config, copied))
+    top = {name: value for name, value in copied.items() if not isinstance(value, dict)}
+    return Weights(top=top, layers=models.layer_list(config, copied))
 
 
 def take_rows(cache: Cache, row: Array, length: int) -> Cache:
-    """The first `length` columns of some rows, as a cache of their own: [N, kv, length, hd]."""
+    """The first `length` columns of some rows, as a cache of their own: [N, kv, length, hd].
+
+    Memories come whole.
+    """
 
     def take(x):
         sizes = (1, x.shape[1], length, x.shape[3])
         return jax.vmap(lambda r: jax.lax.dynamic_slice(x, (r, 0, 0, 0), sizes)[0])(row)
 
-    return jax.tree.map(take, cache)
+    k, v = jax.tree.map(take, (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v, **memories.take(cache, row))
 
 
 def put_columns(cache: Cache, work: Cache, row: Array, start: Array, count: int) -> Cache:
     """Writes columns `start .. start + count` of `work` back to the rows it was taken from."""
 
-    def one(i, cache):
+    def one(i, columns):
         def put(old, new):
             sizes = (1, new.shape[1], count, new.shape[3])
             window = jax.lax.dynamic_slice(new, (i, 0, start[i], 0), sizes)
             return jax.lax.dynamic_update_slice(old, window, (row[i], 0, start[i], 0))
 
-        return jax.tree.map(put, cache, work)
+        return jax.tree.map(put, columns, (work.k, work.v))
 
-    return jax.lax.fori_loop(0, row.shape[0], one, cache)
+    k, v = jax.lax.fori_loop(0, row.shape[0], one, (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v, **memories.put(cache, work, row))
 
 
 def fork(cache: Cache, source: Array, target: Array, count: Array) -> Cache:
     """Copies row `source[i]` over row `target[i]` for the first `count` pairs, in order."""
 
-    def one(i, cache):
+    def one(i, columns):
         def copy(x):
             whole = jax.lax.dynamic_slice(x, (source[i], 0, 0, 0), (1, *x.shape[1:]))
             return jax.lax.dynamic_update_slice(x, whole, (target[i], 0, 0, 0))
 
-        return jax.tree.map(copy, cache)
+        return jax.tree.map(copy, columns)
 
-    return jax.lax.fori_loop(0, count, one, cache)
+    k, v = jax.lax.fori_loop(0, count, one, (cache.k, cache.v))
+    return dataclasses.replace(cache, k=k, v=v)
 
 
 def prefill(
-    config: ModelConfig,
+    config: models.Config,
     weights: Weights,
     cache: Cache,
     row: Array,
     tokens: Array,
     start: Array,
+    counts: Array,
     *,
     length: int,
 ) -> Cache:
@@ -129,18 +138,20 @@ def prefill(
       row: [N] int32 rows.
       tokens: [N, C] int32, token `start + c` of each row.
       start: [N] int32, `start + C <= length`.
+      counts: [N] int32 how many of the tokens are real; the others stand behind them.
       length: static number of columns to attend to.
 
     Returns:
       The cache with columns `start .. start + C` of the rows filled.
     """
     work = take_rows(cache, row, length)
-    _, work = transformer.extend(config, weights.top, weights.layers, tokens, start, work)
+    real = memories.real(config, counts)
+    _, work = models.extend(config, weights.top, weights.layers, tokens, start, work, **real)
     return put_columns(cache, work, row, start, tokens.shape[1])
 
 
 def decode(
-    config: ModelConfig,
+    config: models.Config,
     weights: Weights,
     cache: Cache,
     slots: Slots,
@@ -178,10 +189,11 @@ def decode(
     def body(state):
         step, work, token, count, active, tokens, logps = state
         at = slots.length + count - slots.count
-        hidden, work = transformer.extend(
-            config, weights.top, weights.layers, token[:, None], at, work
+        real = memories.real(config, active.astype(jnp.int32))
+        hidden, work = models.extend(
+            config, weights.top, weights.layers, token[:, None], at, work, **real
         )
-        logits = transformer.unembed(config, weights.top, hidden[:, 0])
+        logits = models.unembed(config, weights.top, hidden[:, 0])
         key = jax.vmap(sampling.token_key)(slots.seed, count)
         draw = jax.vmap(functools.partial(sampling.sample, filtered=filtered))
         drawn, logp = draw(logits, key, slots.temperature, slots.top_p, slots.top_k)
@@ -212,6 +224,7 @@ class Programs:
       config: shape of the model.
       rows: rows of the cache, the scratch row included.
       row_length: columns of the cache.
+      num_memories: recurrent memories, those of the rows included.
       steps: tokens of one decode call.
       max_stop_ids: width of `Slots.stop_ids`.
       max_forks: pairs of one fork call.
@@ -220,10 +233,11 @@ class Programs:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: models.Config,
         *,
         rows: int,
         row_length: int,
+        num_memories: int,
         steps: int,
         max_stop_ids: int,
         max_forks: int,
@@ -240,7 +254,7 @@ class Programs:
         )
         self._compiled: dict[tuple, Callable] = {}
         self._cache = self._described(
-            jax.eval_shape(lambda: transformer.init_cache(config, rows, row_length))
+            jax.eval_shape(lambda: memories.init_cache(config, rows, row_length, num_memories))
         )
         self._weights: Weights | None = None
 
@@ -263,10 +277,18 @@ class Programs:
         pairs = self._array((self._max_forks,))
         return self._get(("fork",), fork, (0,), self._cache, pairs, pairs, self._array(()))
 
+    def remember(self) -> Callable:
+        """Program `(cache, source, target, count) -> cache`."""
+        pairs = self._array((self._max_forks,))
+        return self._get(
+            ("remember",), memories.copy, (0,), self._cache, pairs, pairs, self._array(())
+        )
+
     def prefill(self, size: int, chunk: int, length: int) -> Callable:
-        """Program `(weights, cache, row [size], tokens [size, chunk], start [size]) -> cache`."""
+        """Program `(weights, cache, row, tokens [size, chunk], start, counts) -> cache`."""
         function = functools.partial(prefill, self._config, length=length)
-        shapes = self._array((size,)), self._array((size, chunk)), self._array((size,))
+        whole = self._array((size,))
+        shapes = whole, self._array((size, chunk)), whole, whole
         key = ("prefill", size, chunk, length)
         return self._get(key, function, (1,), self._weights, self._cache, *shapes)
 

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from focus.policy import transformer
-from focus.policy.transformer import ModelConfig, Params
-from focus.rollout import sampling
+from focus.policy import model as models
+from focus.rollout import memories, sampling
 from focus.rollout.completion import Completion
 from focus.rollout.programs import Programs, Slots
 
 
 class Runner:
-    """Runs fork, prefill and decode over rows of one cache.
+    """Runs fork, remember, prefill and decode over rows of one cache.
 
     Args:
       model: shape of the model.
       rows: rows that completions may use.
       row_length: tokens a row has room for.
+      snapshots: memories of a recurrent model beside those of the rows.
       max_running: most completions of one decode call and most pairs of one fork.
       cache_buckets: numbers of cache columns that a call may attend to.
       prefill_buckets: lengths of a prefill chunk, none above the smallest cache bucket.
@@ -39,10 +39,11 @@ class Runner:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: models.Config,
         *,
         rows: int,
         row_length: int,
+        snapshots: int,
         max_running: int,
         cache_buckets: Sequence[int],
         prefill_buckets: Sequence[int],
@@ -52,7 +53,10 @@ class Runner:
     ):
         self._model = model
         self._rows = rows
-        self._row_length = row_length
+        # A memory must not see a token twice, so chunks that spill cannot move left.
+        spill = max(prefill_buckets) if models.is_recurrent(model) else 0
+        self._row_length = row_length = row_length + spill
+        self._num_memories = rows + 2 + snapshots
         self._max_running = max_running
         self._max_stop_ids = max_stop_ids
         self._cache_buckets = _buckets("cache_buckets", cache_buckets, row_length)
@@ -66,6 +70,7 @@ class Runner:
             model,
             rows=rows + 1,
             row_length=row_length,
+            num_memories=self._num_memories,
             steps=self._steps,
             max_stop_ids=max_stop_ids,
             max_forks=max_running,
@@ -88,10 +93,12 @@ class Runner:
     def reset(self) -> None:
         """Makes an empty cache; a failed call may have lost the one that it was given."""
         self._cache = None  # free the old one before its successor is made
-        cache = transformer.init_cache(self._model, self._rows + 1, self._row_length)
+        cache = memories.init_cache(
+            self._model, self._rows + 1, self._row_length, self._num_memories
+        )
         self._cache = jax.device_put(cache, self._device)
 
-    def install(self, params: Params) -> None:
+    def install(self, params: models.Params) -> None:
         """Serves copies of these parameters from now on."""
         params = jax.device_put(params, self._device)
         self._weights = self.programs.unstack(params)(params)
@@ -99,6 +106,8 @@ class Runner:
     def warmup(self, *, filtered: bool) -> None:
         """Compiles the programs of all buckets; with `filtered` also those that sort."""
         self.programs.fork()
+        if models.is_recurrent(self._model):
+            self.programs.remember()
         for size in self._batch_buckets:
             for length in self._cache_buckets:
                 for chunk in self._prefill_buckets:
@@ -108,12 +117,18 @@ class Runner:
 
     def fork(self, pairs: list[tuple[int, int]]) -> None:
         """Copies rows: `(source, target)`, at most `max_running` pairs."""
-        if not pairs:
-            return
+        if pairs:
+            self._cache = self.programs.fork()(self._cache, *self._pairs(pairs))
+
+    def remember(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies memories: `(source, target)`, at most `max_running` pairs."""
+        if pairs:
+            self._cache = self.programs.remember()(self._cache, *self._pairs(pairs))
+
+    def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[jax.Array, ...]:
         padded = np.full((2, self._max_running), self._rows, np.int32)
         padded[:, : len(pairs)] = np.array(pairs, np.int32).T
-        arguments = jax.device_put((padded[0], padded[1], np.int32(len(pairs))), self._device)
-        self._cache = self.programs.fork()(self._cache, *arguments)
+        return jax.device_put((padded[0], padded[1], np.int32(len(pairs))), self._device)
 
     def prefill(self, spans: list[tuple[int, int, np.ndarray]]) -> None:
         """Computes keys and values of known tokens, in chunks.
@@ -138,13 +153,13 @@ class Runner:
         size = _bucket(self._batch_buckets, len(spans))
         row = np.full(size, self._rows, np.int32)
         window = np.zeros((size, chunk), np.int32)
-        first = np.zeros(size, np.int32)
+        first, counts = np.zeros((2, size), np.int32)
         for i, (target, start, tokens) in enumerate(spans):
             # At the end of the context the chunk moves left and repeats a few known columns.
             row[i], first[i] = target, min(start, length - chunk)
             known = tokens[first[i] : first[i] + chunk]
-            window[i, : len(known)] = known
-        arguments = jax.device_put((row, window, first), self._device)
+            window[i, : len(known)], counts[i] = known, len(known)
+        arguments = jax.device_put((row, window, first, counts), self._device)
         program = self.programs.prefill(size, chunk, length)
         self._cache = program(self._weights, self._cache, *arguments)
         self.prefill_calls += 1
