@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 Array = jax.Array
 
+_BLOCK = 256  # tokens of a block of the vocabulary
+
 
 def seed_words(seed: int) -> tuple[int, int]:
     """High and low 32 bits of a seed, the raw data of its `jax.random.key`."""
@@ -45,6 +47,30 @@ def support(logp: Array, top_p: Array, top_k: Array) -> Array:
     return jnp.zeros_like(kept).at[order].set(kept, unique_indices=True)
 
 
+def invert(p: Array, uniform: Array) -> Array:
+    """The token at which the running sum of `p`, in order of id, passes `uniform * sum(p)`.
+
+    The sum runs over blocks first and inside one block then: a running sum over a whole
+    vocabulary costs more than the product that made the logits.
+
+    Args:
+      p: [blocks, tokens of a block] >= 0, not all 0; need not sum to 1.
+      uniform: scalar in [0, 1).
+
+    Returns:
+      Scalar int32 index into `p.ravel()`; never a token of probability 0.
+    """
+    total = p.sum(axis=1)
+    # The parallel sum may round an empty block, or token, above its neighbour: never take one.
+    upto = jnp.where(total > 0, jnp.cumsum(total), 0.0)
+    target = uniform * jnp.max(upto)
+    block = jnp.argmax(upto > target)
+    mass = jnp.where(p[block] > 0, jnp.cumsum(p[block]), 0.0)
+    # What the two sums round differently must not push the target past the block's last token.
+    rest = jnp.minimum(target - (upto[block] - total[block]), jnp.max(mass) * (1 - 2**-20))
+    return block * p.shape[1] + jnp.argmax(mass > rest)
+
+
 def sample(
     logits: Array,
     key: Array,
@@ -73,12 +99,17 @@ def sample(
       vocabulary, raw logits at temperature 0.
     """
     greedy = temperature == 0
-    logp = jax.nn.log_softmax(logits / jnp.where(greedy, 1.0, temperature))
-    p = jnp.exp(logp)
+    size = logits.shape[0]
+    padded = jnp.pad(logits, (0, -size % _BLOCK), constant_values=-jnp.inf)
+    blocks = padded.reshape(-1, _BLOCK) / jnp.where(greedy, 1.0, temperature)
+    peaks = blocks.max(axis=1)
+    shifted = blocks - peaks.max()
+    p = jnp.exp(shifted)
+    log_total = jnp.log(jnp.sum(p.sum(axis=1)))
     if filtered:
-        p = jnp.where(support(logp, top_p, top_k), p, 0.0)
-    # The parallel sum may round a zero-probability token above its neighbour: never take one.
-    mass = jnp.where(p > 0, jnp.cumsum(p), 0.0)
-    drawn = jnp.argmax(mass > jax.random.uniform(key) * jnp.max(mass))
-    token = jnp.where(greedy, jnp.argmax(logits), drawn).astype(jnp.int32)
-    return token, logp[token]
+        kept = support(shifted.ravel()[:size] - log_total, top_p, top_k)
+        p = jnp.where(jnp.pad(kept, (0, -size % _BLOCK)).reshape(p.shape), p, 0.0)
+    likeliest = jnp.argmax(peaks) * _BLOCK + jnp.argmax(blocks[jnp.argmax(peaks)])
+    drawn = invert(p, jax.random.uniform(key))
+    token = jnp.where(greedy, likeliest, drawn).astype(jnp.int32)
+    return token, shifted.ravel()[token] - log_total
