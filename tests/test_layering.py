@@ -33,6 +33,7 @@ TOP = {
     "warm_start",
     "tpu",
     "benchmark",
+    "benchmark_async",
     "benchmark_credit",
 }
 # Layers that see arrays only: no input or output, no networks, no optimisers.

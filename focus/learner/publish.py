@@ -73,7 +73,6 @@ class Publisher:
         hf.save_checkpoint(path, self._model, params, dtype=self._dtype)
 
     def _clean_up(self, version: str) -> None:
-        hosts.barrier()  # everybody's servers have it
         if not hosts.is_first():
             return
         needed = {version, *self._servers.versions().values()}
