@@ -289,7 +289,7 @@ def kernel_baseline(
     x = jnp.where(kept, x, 0.0)
 
     def one(index):
-        peers = kept & (key == key[index])
+        peers = kept & kept[index] & (key == key[index])
         logits = jnp.where(peers, similarity(index) / temperature, -jnp.inf)
         top = jnp.where(kept[index], jnp.max(logits), 0.0)
         weight = jnp.where(peers, jnp.exp(jnp.where(peers, logits - top, 0.0)), 0.0)
