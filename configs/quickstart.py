@@ -131,7 +131,8 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
 
     c.credit = ml_collections.ConfigDict()
     c.credit.estimator = "focus"
-    c.credit.discount = 1.0
+    c.credit.options = ""  # "name=value ...": hyperparameters of the estimator by their names
+    c.credit.discount = 1.0  # this and the next three: of focus and ppo
     c.credit.lambda_ = 0.95
     c.credit.lambda_mode = "fixed"
     c.credit.truncation = "bootstrap"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from focus.critic.head import CriticConfig
 from focus.engines import ENGINES
 from focus.learner import hosts
 from focus.learner.backbone import BackboneOptions
+from focus.learner.channels import read_channels
 from focus.learner.critic import CriticOptions
 from focus.learner.losses import PolicyLossConfig
 from focus.learner.state import OptimizerConfig
@@ -102,11 +104,10 @@ def validate(config: ml_collections.ConfigDict) -> None:
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
             f"{c.model.max_context}; make it at least as long"
         )
-    needs_value = "value" in ESTIMATORS[c.credit.estimator].inputs
     plans_with_value = c.branching.rule not in (NO_BRANCHES, "uniform", "random")
-    if (needs_value or plans_with_value) and not c.critic.enabled:
-        what = f"estimator {c.credit.estimator!r}" if needs_value else c.branching.rule
-        raise ValueError(f"{what} reads the critic's values; set critic.enabled=True")
+    if plans_with_value and not c.critic.enabled:
+        raise ValueError(f"{c.branching.rule} reads the critic's values; set critic.enabled=True")
+    estimator_channels(c)
     share = c.budget // hosts.count()
     if hosts.count() > 1 and share < c.rollout.episode_tokens:
         raise ValueError(
@@ -118,6 +119,46 @@ def validate(config: ml_collections.ConfigDict) -> None:
         step_config(c),
         estimator=c.credit.estimator,
         episode_tokens=c.rollout.episode_tokens,
+    )
+
+
+def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Hyperparameters of the run's estimator that differ from its own defaults.
+
+    `credit.discount`, `lambda_`, `lambda_mode` and `truncation` are those of "focus" and "ppo".
+    The others keep the defaults of their papers; `credit.options`, "name=value ..." with Python
+    literals or words as values, overrides those of any.
+
+    Raises:
+      ValueError: an option without a value.
+    """
+    takes = ESTIMATORS[c.credit.estimator].hparams
+    hparams: dict[str, Any] = {}
+    if "truncation" in takes:
+        shared = ("discount", "lambda_", "lambda_mode", "truncation")
+        hparams = {name: c.credit[name] for name in shared if name in takes}
+    for option in c.credit.options.split():
+        name, equals, value = option.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"credit.options={c.credit.options!r}: write {option!r} as name=value")
+        try:
+            hparams[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            hparams[name] = value
+    return hparams
+
+
+def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
+    """Channels that the run's estimator reads.
+
+    Raises:
+      ValueError: the run does not produce one of them, or an option is wrong.
+    """
+    return read_channels(
+        c.credit.estimator,
+        estimator_hparams(c),
+        critic=c.critic.enabled,
+        branches=c.branching.rule != NO_BRANCHES,
     )
 
 

@@ -181,6 +181,7 @@ def learn(
     # 6. Segment advantages, spread over tokens.
     with clock.phase("credit"):
         batch = trainer.with_values(batch, trajectories, values)
+        batch = trainer.with_channels(batch, trajectories, packed, scores, step)
         credits = trainer.estimate(batch)
 
     # 7. Clipped policy update.

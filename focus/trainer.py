@@ -17,12 +17,12 @@ import ml_collections
 import numpy as np
 
 from focus import experiment
-from focus.credit import ESTIMATORS, estimate
+from focus.credit import estimate
 from focus.credit.primitives import masked_whiten
 from focus.credit.refine import leave_one_out_values
 from focus.critic.losses import fold_of
 from focus.engines import ENGINES
-from focus.learner import hosts, losses, packing, sharding
+from focus.learner import channels, hosts, losses, packing, sharding
 from focus.learner.adapters import Adapters
 from focus.learner.backbone import BackboneCritic
 from focus.learner.batches import bucket, credit_batch, padded
@@ -129,17 +129,9 @@ class Trainer:
             shardings=self.state_shardings,
             frozen=frozen,
         )
-        self._estimate = jax.jit(
-            functools.partial(
-                estimate,
-                config.credit.estimator,
-                **{
-                    name: config.credit[name]
-                    for name in ESTIMATORS[config.credit.estimator].hparams
-                    if name in config.credit
-                },
-            )
-        )
+        hparams = experiment.estimator_hparams(config)
+        self._estimate = jax.jit(functools.partial(estimate, config.credit.estimator, **hparams))
+        self._channels = experiment.estimator_channels(config)
         self._whiten = jax.jit(masked_whiten)
         self._leave_one_out = jax.jit(leave_one_out_values)
         self._sequence_log_ratio = jax.jit(
@@ -277,6 +269,26 @@ class Trainer:
             value=padded(np.nan_to_num(values.refined), shape, "value"),
             value_variance=padded(values.refined_variance, shape, "value_variance"),
         )
+
+    def with_channels(
+        self,
+        batch: CreditBatch,
+        trajectories: Sequence[Trajectory],
+        packed: packing.PackedRows,
+        scores: Scores,
+        step: int,
+    ) -> CreditBatch:
+        """The batch with what else the estimator reads, made from the step's rollouts."""
+        source = channels.Source(
+            trajectories=trajectories,
+            batch=batch,
+            state_key=getattr(self.env, "state_key", lambda state: state),
+            packed=packed,
+            entropy=scores.entropy,
+            ref_logp=lambda: self.score(self._reference_params, packed.rows).logp,
+            progress=step / self.config.steps,
+        )
+        return channels.fill(self._channels, source)
 
     # The critic.
 
