@@ -147,15 +147,62 @@ def test_pivoarl_numbers():
 
 
 def test_hpo_numbers():
-    # p = [.5, .3, .2]; the one paid row has frequencies [.2, .3, .5].
+    # The one paid row has frequencies h = [.2, .3, .5], both together p = [.5, .3, .2].
     paid = [0] * 2 + [1] * 3 + [2] * 5
-    unpaid = [0] * 8 + [1] * 3 + [2] * 0
-    batch = make_batch([1, 0], num_segments=[10, 11], intent=ints([[*paid, -1], unpaid]))
-    got = run(counterfactual.hpo, batch).segment_advantages
-    p = np.array([10, 6, 5]) / 21
-    h = np.array([2, 3, 5]) / 10
-    f = 0.5 * np.sign(h - p)
-    close(got[0, :10], (f - p @ f)[paid])
+    unpaid = [0] * 13 + [1] * 6 + [2]
+    intent = ints([[*paid, *[-1] * 10], unpaid])
+    batch = make_batch([1, 0], num_segments=[20, 20], intent=intent)
+    got = run(counterfactual.hpo, batch)
+    close(got.segment_advantages[0, :10], np.array([-0.35, 0.15, 0.65])[paid])
+    close(got.segment_advantages[0, 10:], 0)
+    close(got.aux["w1"], [0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    "cost, w1",
+    [(1 - np.eye(3), 0.3), (np.abs(np.subtract.outer(range(3), range(3))), 0.6)],
+)
+def test_the_potential_of_a_general_metric_finds_the_distance(cost, w1):
+    h, p = jnp.array([0.2, 0.3, 0.5]), jnp.array([0.5, 0.3, 0.2])
+    f = np.asarray(counterfactual.wasserstein_potential(h, p, jnp.asarray(cost * 1.0)))
+    assert np.all(f[:, None] - f <= cost + 1e-5)
+    np.testing.assert_allclose(f @ (h - p), w1, atol=5e-3)
+
+
+def test_hpo_under_a_line_of_intents_praises_in_order():
+    paid, unpaid = [0] * 2 + [1] * 3 + [2] * 5, [0] * 13 + [1] * 6 + [2]
+    intent = ints([[*paid, *[-1] * 10], unpaid])
+    batch = make_batch([1, 0], num_segments=[20, 20], intent=intent)
+    line = ((0.0, 1.0, 2.0), (1.0, 0.0, 1.0), (2.0, 1.0, 0.0))
+    got = run(counterfactual.hpo, batch, cost=line)
+    np.testing.assert_allclose(got.aux["w1"], 0.6, atol=5e-3)
+    np.testing.assert_allclose(got.segment_advantages[0, [0, 2, 5]], [-0.7, 0.3, 1.3], atol=2e-2)
+    with pytest.raises(ValueError, match="one row and column per intent"):
+        counterfactual.hpo(batch, cost=((0.0, 1.0),))
+
+
+def test_crafts_gate_moves_weight_from_the_penalty_to_the_teacher():
+    gap, mask = jnp.array([[0.1, -0.1, 2.0, jnp.nan]]), jnp.array([[True, True, True, False]])
+    activity, distil, kl = counterfactual.craft_weights(gap, mask, jnp.float32(0.5), decay=0.9)
+    close(activity, 0.45 + 0.1 * 2 / 3)
+    close(distil + kl, 1.0)
+    busier = counterfactual.craft_weights(gap + 1, mask, jnp.float32(0.5), decay=0.9)
+    assert busier[1] > distil and busier[2] < kl
+
+
+def test_crafts_divergence_follows_the_sign_of_the_credit():
+    p, q = np.array([0.9, 0.1]), np.array([0.5, 0.5])  # policy, teacher
+    logp = jnp.log(jnp.array([[p, p, [jnp.nan, jnp.nan]]]))
+    teacher = jnp.log(jnp.array([[q, q, q]]))
+    mask = jnp.array([[True, True, False]])
+    for credit, want in (
+        ([[1.0, 1.0, 1.0]], np.sum(q * np.log(q / p))),
+        ([[-1.0, -1.0, 1.0]], np.sum(p * np.log(p / q))),
+    ):
+        got = counterfactual.craft_divergence(logp, teacher, jnp.array(credit), mask)
+        close(got, want)
+        grad = jax.grad(counterfactual.craft_divergence)(logp, teacher, jnp.array(credit), mask)
+        assert np.all(np.isfinite(grad))
 
 
 def test_cbpo_numbers():

@@ -162,6 +162,63 @@ def craft(
     return token_credit(batch, token, rows)
 
 
+def craft_weights(
+    gap: Array,
+    mask: Array,
+    activity: Array,
+    *,
+    decay: float = 0.9,
+    slope: float = 5.0,
+    distil_weight: float = 1.0,
+    kl_weight: float = 1.0,
+) -> tuple[Array, Array, Array]:
+    """CRAFT's second part: the busier the teacher's gate, the more distillation and the less KL.
+
+        activity <- decay activity + (1 - decay) share of tokens with sigmoid(slope gap) > 1/2
+
+    The weights are `distil_weight activity` and `kl_weight (1 - activity)`. arXiv:2606.29476.
+    Evidence: reconstructed; the gate is that of released code, the two maps are this project's.
+
+    Args:
+      gap: [B, L] `teacher_logp - behaviour_logp`.
+      mask: [B, L] bool.
+      activity: [] moving average so far, in [0, 1]; start with 0.
+      decay: of the average.
+      slope: of the gate.
+      distil_weight, kl_weight: largest weights.
+
+    Returns:
+      (activity, weight of the distillation, weight of the KL penalty), all [].
+    """
+    gate = jax.nn.sigmoid(slope * jnp.where(mask, gap, 0.0))
+    activity = decay * activity + (1 - decay) * primitives.masked_mean((gate > 0.5) * 1.0, mask)
+    return activity, distil_weight * activity, kl_weight * (1 - activity)
+
+
+def craft_divergence(logp: Array, teacher_logp: Array, credit: Array, mask: Array) -> Array:
+    """CRAFT's third part, a loss: the sign of a token's credit picks the divergence.
+
+        credit >= 0: KL(teacher || policy), credit < 0: KL(policy || teacher)
+
+    Praised tokens spread over all that the teacher would say; blamed ones are drawn to what it
+    says most. arXiv:2606.29476. Evidence: reconstructed; which sign picks which is not stated.
+
+    Args:
+      logp: [B, L, V] log-probs of the policy over the vocabulary.
+      teacher_logp: [B, L, V] of the teacher, constants.
+      credit: [B, L] of `craft`.
+      mask: [B, L] bool.
+
+    Returns:
+      Scalar mean over kept tokens, to be minimised.
+    """
+    logp = jnp.where(mask[..., None], logp, 0.0)
+    teacher_logp = jnp.where(mask[..., None], teacher_logp, 0.0)
+    forward = jnp.sum(jnp.exp(teacher_logp) * (teacher_logp - logp), axis=-1)
+    reverse = jnp.sum(jnp.exp(logp) * (logp - teacher_logp), axis=-1)
+    return primitives.masked_mean(jnp.where(credit >= 0, forward, reverse), mask)
+
+
 def taco(batch: CreditBatch, *, scale: str = "std", ddof: int = 1, eps: float = 1e-6) -> Credit:
     """TACO: a call's probed gain, plus the outcome where both have the same sign.
 
@@ -197,41 +254,109 @@ def taco(batch: CreditBatch, *, scale: str = "std", ddof: int = 1, eps: float = 
     return to_credit(batch, probed + routed, rows, aux={"routed": routed})
 
 
-def hpo(batch: CreditBatch, *, tolerance: float = 1e-6) -> Credit:
+def wasserstein_potential(
+    h: Array, p: Array, cost: Array, *, temperature: float = 0.01, iterations: int = 200
+) -> Array:
+    """Dual potential of the Wasserstein-1 distance of two distributions, by Sinkhorn's iteration.
+
+        f = argmax sum_k f_k (h_k - p_k)   with   f_i - f_j <= cost_ij
+
+    In the log domain; towards temperature 0 it is exact. The result is made 1-Lipschitz by a last
+    hard minimum, `f_i = min_j cost_ij - v_j`, so that it is defined off the supports too.
+
+    Args:
+      h, p: [K], each adds up to 1.
+      cost: [K, K] a metric.
+      temperature: of the entropic smoothing, in units of the cost.
+      iterations: how often both potentials are updated.
+
+    Returns:
+      [K], up to a constant.
+    """
+    log_h, log_p = (jnp.where(q > 0, jnp.log(jnp.where(q > 0, q, 1.0)), -jnp.inf) for q in (h, p))
+
+    def update(_, v):
+        u = -temperature * jax.nn.logsumexp((v - cost) / temperature + log_p, axis=1)
+        return -temperature * jax.nn.logsumexp((u - cost.T) / temperature + log_h, axis=1)
+
+    v = jax.lax.fori_loop(0, iterations, update, jnp.zeros_like(p))
+    return jnp.min(jnp.where(p > 0, cost - v, jnp.inf), axis=1)
+
+
+def hpo(
+    batch: CreditBatch,
+    *,
+    cost: tuple[tuple[float, ...], ...] | None = None,
+    temperature: float = 0.01,
+    iterations: int = 200,
+    tolerance: float = 1e-6,
+) -> Credit:
     """HPO: intents that successes show more often than the group does.
 
-        f = sign(h - p) / 2,   credit(k) = f(k) - sum_k p(k) f(k)
+        credit(k) = f(k) - sum_k p(k) f(k),   f the dual potential of W1(h, p)
 
-    p are the group's frequencies of intents, h the same weighted by returns; f is the dual
-    potential of W1(h, p) under the 0/1 metric. arXiv:2607.16257. Evidence: reconstructed.
+    p are the group's frequencies of intents, h the same weighted by returns. Under the 0/1 metric
+    `f = sign(h - p) / 2`. arXiv:2607.16257. Evidence: reconstructed.
 
     Args:
       batch: reads `intent` [B, S]. Negative returns count as 0.
-      tolerance: frequencies closer than this are equal.
+      cost: K x K distances between intents, whose ids then are 0 ... K - 1; None: the 0/1 metric.
+      temperature, iterations: see `wasserstein_potential`; read with `cost`.
+      tolerance: frequencies closer than this are equal, under the 0/1 metric.
 
     Returns:
-      `Credit`; a segment without an intent gets 0.
+      `Credit`; a segment without an intent gets 0. aux["w1"] [B] is the distance in the row's
+      group.
 
     Raises:
-      ValueError: a channel is missing.
+      ValueError: `cost` is not square.
     """
-    primitives.require_channels(batch, ("intent",), "hpo")
     rows = scored_rows(batch)
     kept = segments_of(batch, rows) & (batch.intent >= 0)
-    total = jnp.maximum(returns(batch, rows), 0.0)
-    weight = jnp.broadcast_to(total[:, None], kept.shape)
+    paid = jnp.broadcast_to(jnp.maximum(returns(batch, rows), 0.0)[:, None], kept.shape)
     group = group_of_segments(batch)
-    key = key_in_group(batch, batch.intent)
-    of_intent = primitives.group_statistics(weight, key, kept)
-    of_group = primitives.group_statistics(weight, group, kept)
-    frequency = of_intent.count / jnp.maximum(of_group.count, 1)
-    # h - p = p (mean weight of the intent / mean weight of the group - 1)
-    paid = of_group.mean > 0
-    lift = of_intent.mean / jnp.where(paid, of_group.mean, 1.0) - 1
-    change = jnp.where(paid & kept, frequency * lift, 0.0)
-    potential = jnp.where(jnp.abs(change) > tolerance, 0.5 * jnp.sign(change), 0.0)
+    of_group = primitives.group_statistics(paid, group, kept)
+    # h - p = p (mean return of the intent / mean return of the group - 1)
+    rewarded = of_group.mean > 0
+    lift = jnp.where(rewarded, paid / jnp.where(rewarded, of_group.mean, 1.0) - 1, 0.0)
+    if cost is None:
+        of_intent = primitives.group_statistics(lift, key_in_group(batch, batch.intent), kept)
+        change = of_intent.count / jnp.maximum(of_group.count, 1) * of_intent.mean
+        potential = jnp.where(jnp.abs(change) > tolerance, 0.5 * jnp.sign(change), 0.0)
+    else:
+        potential = _group_potentials(batch, kept, lift, cost, temperature, iterations)
     credit = primitives.group_normalise(potential, group, kept, scale="none")
-    return to_credit(batch, credit, rows)
+    # sum_k f(k) (h(k) - p(k)), as a mean over the group's segments.
+    distance = primitives.value_by_key(potential * lift, group, kept)
+    aux = {"w1": jnp.max(jnp.where(kept, distance, 0.0), axis=1)}
+    return to_credit(batch, credit, rows, aux=aux)
+
+
+def _group_potentials(batch, kept, lift, cost, temperature, iterations) -> Array:
+    """`wasserstein_potential` of each group, read at the segments' intents, [B, S]."""
+    cost = jnp.asarray(cost)
+    if cost.ndim != 2 or cost.shape[0] != cost.shape[1]:
+        raise ValueError(f"cost has shape {cost.shape}; it needs one row and column per intent")
+    size, kinds = batch.group_id.size, cost.shape[0]
+    kept = kept & (batch.intent < kinds)
+    group = primitives.joint_key(group_of_segments(batch))
+    slot = jnp.where(kept & (group >= 0), group * kinds + batch.intent, size * kinds).ravel()
+
+    def frequencies(weight):
+        mass = jax.ops.segment_sum(jnp.where(kept, weight, 0.0).ravel(), slot, size * kinds + 1)[
+            :-1
+        ].reshape(size, kinds)
+        total = jnp.sum(mass, axis=1, keepdims=True)
+        return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), 1 / kinds)
+
+    p, h = frequencies(jnp.ones_like(lift)), frequencies(lift + 1)
+    potential = jax.vmap(
+        lambda h, p: wasserstein_potential(
+            h, p, cost, temperature=temperature, iterations=iterations
+        )
+    )(h, p)
+    place = jnp.where(kept, group, 0), jnp.where(kept, batch.intent, 0)
+    return jnp.where(kept, potential[place], 0.0)
 
 
 def iapo(
