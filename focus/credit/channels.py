@@ -48,6 +48,7 @@ CHANNEL_PRODUCERS = {
     **dict.fromkeys(("cut", "cut_value", "cut_mask"), "sample continuations at cut points"),
     **dict.fromkeys(("hist_score", "hist_group", "is_revisit"), "keep earlier scores of tasks"),
     "progress": "say which share of training is done",
+    "staleness": "say which weights sampled each token (rollout versions)",
 }
 
 
