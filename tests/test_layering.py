@@ -50,7 +50,14 @@ PURE_LIBRARIES = {"jax", "chex", "numpy", "__future__"} | {
 }
 WITHOUT_JAX = {"tasks", "context", "journal"}
 # The engine in this process, and the planner's arrays, are where rollouts touch a device.
-ROLLOUT_WITH_JAX = {"embedded.py", "programs.py", "runner.py", "sampling.py", "belief.py"}
+ROLLOUT_WITH_JAX = {
+    "embedded.py",
+    "programs.py",
+    "runner.py",
+    "memories.py",
+    "sampling.py",
+    "belief.py",
+}
 
 
 def modules():
