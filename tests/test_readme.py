@@ -39,9 +39,10 @@ DISTRIBUTIONS = {
     "orbax": "orbax-checkpoint",
     "ml_collections": "ml-collections",
     "ml_dtypes": "ml-dtypes",
+    "tunix": "google-tunix",
 }
 # Imported inside a function, behind a setting that is off by default: an extra will do.
-OPTIONAL_EXTRAS = ("tensorboard", "wandb", "dev")
+OPTIONAL_EXTRAS = ("tensorboard", "wandb", "dev", "tunix")
 USERS = sorted(p for f in ("focus", "scripts", "configs") for p in (ROOT / f).rglob("*.py"))
 
 
