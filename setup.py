@@ -32,6 +32,9 @@ EXTRAS = {
     "tensorboard": ["tensorboardX>=2.6,<3"],  # writes event files without TensorFlow
     "wandb": ["wandb>=0.19"],
     "notebooks": ["nbclient>=0.10", "nbformat>=5.10", "ipykernel>=6.29"],
+    # Rollout servers, in an environment of their own on the machine with the GPUs: their torch and
+    # JAX do not go together, and this package speaks HTTP to them. scripts/serve_sglang.sh
+    "server": ["sglang==0.5.23", "sglang-router==0.3.2"],
     # Compiles for TPU slices on any host; scripts/compile_tpu.py. On TPU hosts jax[tpu] brings it.
     "tpu": ["libtpu>=0.0.41"],
     # Reads and dequantises GGUF; scripts/convert_gguf.py. Weights of SmolLM2-135M-Instruct come in

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 from aiohttp import web
-from fake_server import EOS, VOCAB, FakeServer, logp_of, next_token, text_of
+from fake_server import EOS, VOCAB, FakeServer, fake_greedy, logp_of, text_of
 
 from focus.policy import hf, token_logprobs, transformer
 from focus.policy.tokens import COMPACT, Chat, train_tokenizer
@@ -46,6 +46,8 @@ MODEL = transformer.ModelConfig(
     max_context=192,
     qk_norm=True,
 )
+# The environment as it was before a fixture moved the cache: SGLang is installed once for all.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 # A server on a busy machine may take its time.
 PATIENT = Limits(
     request_timeout_s=300.0,
@@ -142,14 +144,6 @@ def model_greedy(prompt, count, version):
     return tuple(tokens[len(prompt) :])
 
 
-def fake_greedy(prompt, count, version):
-    """What the fake model says, whatever the temperature."""
-    ids = list(prompt)
-    for _ in range(count):
-        ids.append(next_token(version, ids))
-    return tuple(ids[len(prompt) :])
-
-
 def fake_logp(prompt, output, temperature, version):
     """The fake model's log-probs."""
     ids, logp = list(prompt), []
@@ -177,19 +171,24 @@ async def embedded(paths):
 
 
 @contextlib.asynccontextmanager
-async def served(paths):
-    """The same behind HTTP, in this process."""
+async def our_server(paths):
+    """URL of the same engine behind HTTP, in this process."""
     service = Service(_engine(paths["v0"]), model_path=paths["v0"], decode=chat().decode)
     runner = web.AppRunner(service.application(), shutdown_timeout=0.01, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port := free_port())
     await site.start()
-    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
     try:
-        async with client([url]) as engine:
-            yield _model_backend(engine, paths, (url,))
+        yield f"http://127.0.0.1:{port}"
     finally:
         await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def served(paths):
+    """A client of it."""
+    async with our_server(paths) as url, client([url]) as engine:
+        yield _model_backend(engine, paths, (url,))
 
 
 @contextlib.asynccontextmanager
@@ -257,12 +256,11 @@ class ServerProcess:
 
     def start(self, *extra: str) -> None:
         """Starts it, with a process group of its own."""
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [*self.command, "--port", str(self.port), *extra],
                 cwd=ROOT,
-                env=environment,
+                env=ENVIRONMENT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -331,7 +329,8 @@ def real_fleet(root: Path):
     paths = export(root)
     workers = [sglang_process(paths["v0"], root / f"worker-{i}.log") for i in range(2)]
     router = router_process([worker.url for worker in workers], root / "router.log")
-    subprocess.run(["bash", ROOT / "scripts" / "sglang_cpu.sh", "install"], check=True)
+    install = ["bash", ROOT / "scripts" / "sglang_cpu.sh", "install"]
+    subprocess.run(install, check=True, env=ENVIRONMENT)
     try:
         for process in (*workers, router):
             process.start()

@@ -37,6 +37,14 @@ def next_token(version, ids):
     return 2 + _number(version, tuple(ids)) % (VOCAB - 2)
 
 
+def fake_greedy(prompt, count, version):
+    """What the fake model says, whatever the temperature."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(version, ids))
+    return tuple(ids[len(prompt) :])
+
+
 def logp_of(version, ids, token, temperature):
     """A made-up log-prob of `token` after `ids`."""
     return -0.1 - (_number(version, tuple(ids), token, temperature) % 1000) / 250
@@ -166,8 +174,8 @@ class FakeServer:
         """Starts with fresh weights, as a process would."""
         self.model = FakeModel(**(self._options | options))
         self.frozen, self.health_checks = False, 0
-        service = Service(self.model, model_path="/none", decode=text_of, eos_token_ids=(EOS,))
-        app = service.application()
+        self.service = Service(self.model, model_path="/tmp", decode=text_of, eos_token_ids=(EOS,))
+        app = self.service.application()
         app.middlewares.append(self._misbehave)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
@@ -197,7 +205,8 @@ class FakeServer:
     @web.middleware
     async def _misbehave(self, http, handler):
         body = await http.read()
-        self.calls.append((http.path, json.loads(body) if body else None))
+        with contextlib.suppress(ValueError):  # what is not JSON is for the service to refuse
+            self.calls.append((http.path, json.loads(body) if body else None))
         while self.frozen:
             await asyncio.sleep(0.01)
         self.health_checks += http.path == "/health_generate"

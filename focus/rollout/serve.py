@@ -113,6 +113,8 @@ class Service:
             return _reply(await self._answer(body))
         rid, sampling = body.get("rid"), body.get("sampling_params")
         count = len(body["input_ids"])
+        if any(isinstance(x, list) and len(x) != count for x in (rid, sampling)):
+            raise ValueError(f"rid and sampling_params must be as many as the {count} prompts")
         each = [
             body
             | {
@@ -122,8 +124,6 @@ class Service:
             }
             for i, ids in enumerate(body["input_ids"])
         ]
-        if any(isinstance(x, list) and len(x) != count for x in (rid, sampling)):
-            raise ValueError(f"rid and sampling_params must be as many as the {count} prompts")
         return _reply(list(await asyncio.gather(*map(self._answer, each))))
 
     async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
