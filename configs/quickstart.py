@@ -11,13 +11,14 @@ Expected on two cores: about ten minutes in all, of which four and a half are th
 three seeds, see docs/quickstart.md).
 
 The argument names the method: focus (default), focus_summarize (FOCUS with a context that the
-policy itself has to compact), grpo, vineppo, ppo. All of them get the same number of generated
-tokens per step.
+policy itself has to compact), grpo, vineppo, ppo, self_credit (summaries cite turns, and cited
+turns are weighted by how the group's citations agree). All of them get the same number of
+generated tokens per step.
 """
 
 import ml_collections
 
-METHODS = ("focus", "focus_summarize", "grpo", "vineppo", "ppo")
+METHODS = ("focus", "focus_summarize", "grpo", "vineppo", "ppo", "self_credit")
 
 
 def get_config(method: str = "focus") -> ml_collections.ConfigDict:
@@ -98,8 +99,10 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.dead_after_s = 300.0  # without a server the run saves itself and stops
 
     c.context = ml_collections.ConfigDict()
-    c.context.manager = "full"  # full, or summarize: the policy compacts what passes the limit
+    # full; summarize: the policy compacts what passes the limit; cite_summary: and cites turns
+    c.context.manager = "full"
     c.context.limit = 140
+    c.context.citations = (2, 5)  # fewest and most turns that a summary cites
 
     c.branching = ml_collections.ConfigDict()
     c.branching.rule = "expected_error_reduction"
@@ -136,7 +139,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.credit.lambda_ = 0.95
     c.credit.lambda_mode = "fixed"
     c.credit.truncation = "bootstrap"
-    c.credit.whiten = method not in ("grpo", "vineppo")
+    c.credit.whiten = method not in ("grpo", "vineppo", "self_credit")
     c.credit.train_on_branches = True
     c.credit.branch_weight = 1.0
 
@@ -200,10 +203,13 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
         c.critic.enabled = False
         c.credit.estimator = "vineppo"
         c.credit.train_on_branches = False
-    elif method in ("grpo", "ppo"):
+    elif method in ("grpo", "ppo", "self_credit"):
         c.branching.rule = "none"
         c.branching.base_fraction = 1.0
         c.critic.enabled = method == "ppo"
         c.credit.estimator = method
-        c.rollout.group_size = 8 if method == "grpo" else 1
+        c.rollout.group_size = 1 if method == "ppo" else 8
+    if method == "self_credit":
+        c.context.manager = "cite_summary"
+        c.rollout.max_summary_tokens = 48
     return c

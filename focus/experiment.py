@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +158,7 @@ def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
         estimator_hparams(c),
         critic=c.critic.enabled,
         branches=c.branching.rule != NO_BRANCHES,
+        citations=c.context.manager == "cite_summary",
     )
 
 
@@ -242,11 +242,21 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
     return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
 
 
-def make_contexts(c: ml_collections.ConfigDict, chat: Chat | TemplateChat) -> ContextManager:
-    """The context manager of `config.context`."""
-    options: Mapping[str, Any] = {}
-    if c.context.manager == "summarize":
-        options = {"limit": c.context.limit, "summary_tokens": c.rollout.max_summary_tokens}
+def make_contexts(
+    c: ml_collections.ConfigDict, chat: Chat | TemplateChat, *, closing: bool = True
+) -> ContextManager:
+    """The context manager of `config.context`.
+
+    Args:
+      c: the config.
+      chat: encodes messages.
+      closing: whether a manager that cites asks for a last summary, which only credit reads.
+    """
+    options: dict[str, Any] = {}
+    if c.context.manager != "full":
+        options |= {"limit": c.context.limit, "summary_tokens": c.rollout.max_summary_tokens}
+    if c.context.manager == "cite_summary":
+        options |= {"citations": tuple(c.context.citations), "closing": closing}
     return CONTEXT_MANAGERS[c.context.manager](chat, **options)
 
 
@@ -259,11 +269,15 @@ def make_agent(
     temperature: float,
     run_seed: int,
     retry: RetryPolicy,
+    closing: bool = True,
 ) -> Agent:
-    """The player of tasks; `retry` is what it does when the engine fails."""
+    """The player of tasks; `retry` is what it does when the engine fails.
+
+    `closing` is that of `make_contexts`.
+    """
     return Agent(
         env=env,
-        contexts=make_contexts(c, chat),
+        contexts=make_contexts(c, chat, closing=closing),
         chat=chat,
         engine=engine,
         sampling=SamplingParams(

@@ -255,6 +255,8 @@ def note(progress: Progress, tally: Tally, learned: Learned, order: TaskOrder) -
         technical_failures=tally.technical_failures,
         branch_steps=bool(tally.branches),
         recomputed_share=tally.recomputed_share,
+        citations_asked=tally.citations_asked,
+        citations_valid=tally.citations_valid,
         dose_tokens=learned.dose,
         dose_steps=learned.metrics["dose/steps"],
         mixed=versions.mixed,
@@ -292,6 +294,7 @@ def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
         "rollouts/tasks": tally.num_tasks,
         "rollouts/technical_failures": tally.technical_failures,
         "rollouts/turns": float(np.mean([t.num_segments for t in tally.base] or [0])),
+        "citations/valid": tally.valid_citations,
         "branches/states": len(tally.branch_stats),
         "branches/recomputed_share": tally.recomputed_share,
     }

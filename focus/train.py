@@ -379,6 +379,10 @@ def _finish(
             "dropped_rollouts": int(sums.get("dropped", 0)),
             "dropped_tokens": int(sums.get("dropped_tokens", 0)),
         },
+        "citations": {
+            "asked": int(sums.get("citations_asked", 0)),
+            "valid": int(sums.get("citations_valid", 0)),
+        },
         "wall_s": {phase: round(s, 2) for phase, s in sorted(ledger.seconds.items())},
         "controller_share": ledger.seconds.get("controller", 0.0) / max(step_seconds, 1e-9),
         "prefix_recomputed_share": sums.get("recomputed_share", 0.0)

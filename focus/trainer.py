@@ -143,7 +143,9 @@ class Trainer:
         )
         self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
         # Held-out tasks are played with the same random numbers in every run and at every step.
-        self.eval_agent = make_agent(temperature=config.evaluate.temperature, run_seed=0)
+        self.eval_agent = make_agent(
+            temperature=config.evaluate.temperature, run_seed=0, closing=False
+        )
         self._train_tasks = env.tasks("train")
         self.heldout_tasks = env.tasks("heldout")[: config.evaluate.num_tasks]
 
@@ -286,7 +288,8 @@ class Trainer:
             packed=packed,
             entropy=scores.entropy,
             ref_logp=lambda: self.score(self._reference_params, packed.rows).logp,
-            progress=step / self.config.steps,
+            # Not of `steps`, which a resumed run may change.
+            progress=min(1.0, step / self.config.learner.schedule_steps),
         )
         return channels.fill(self._channels, source)
 

@@ -29,7 +29,7 @@ import jax
 Array = jax.Array
 
 GenerationKind = Literal["act", "summary"]
-TrajectoryEnd = Literal["terminal", "turn_limit", "context_limit", "budget", "failed"]
+TrajectoryEnd = Literal["terminal", "turn_limit", "context_limit", "format", "budget", "failed"]
 # (version of the weights, first token, one behind the last)
 VersionSpan = tuple[str, int, int]
 
@@ -139,6 +139,8 @@ class Segment:
       observation: what the environment answered, as text.
       reward: environment reward of the turn; the outcome is kept on the trajectory.
       info: facts about the turn from the environment (tool, documents, error ...).
+      cites: turns that its summary cites, numbered as `State.turn` before they were taken; () if
+        the summary breaks the format, None if there is none or its manager asks for no citation.
     """
 
     generations: tuple[Generation, ...]
@@ -146,6 +148,7 @@ class Segment:
     observation: str
     reward: float = 0.0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cites: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -257,6 +260,7 @@ class CreditBatch:
       priv_logp: log-prob under a model that sees what the policy does not (a gold answer).
       entropy: of the distribution that the token was drawn from, nats.
       token_value: critic value of the state before the token.
+      summary_mask: bool, tokens of summaries that the policy wrote.
       copied: bool, tokens shared with the parent rollout; never trained twice.
       segment_id: int32 id of the text span that a coalition is made of, -1 outside.
       prefix_key: [B, L + 1] int32 id of the group and the row's first l tokens.
@@ -324,6 +328,7 @@ class CreditBatch:
     priv_logp: Array | None = None
     entropy: Array | None = None
     token_value: Array | None = None
+    summary_mask: Array | None = None
     copied: Array | None = None
     segment_id: Array | None = None
     prefix_key: Array | None = None

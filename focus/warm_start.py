@@ -26,8 +26,7 @@ import rich.progress
 import safetensors.numpy
 
 from focus import experiment
-from focus.context import ContextManager
-from focus.context.summarize import HEADING, INSTRUCTION
+from focus.context import ContextManager, cite_summary, summarize
 from focus.learner import hosts, packing, sharding
 from focus.learner.state import OptimizerConfig, init_state, make_optimizer
 from focus.learner.update import (
@@ -48,6 +47,7 @@ from focus.types import Generation, Segment, State, Trajectory
 # Whatever these say decides what a warm start is; a change of theirs makes a new one.
 _SOURCES = (
     "warm_start.py",
+    "context/cite_summary.py",
     "context/summarize.py",
     "learner/update.py",
     "learner/state.py",
@@ -179,7 +179,7 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
     )
     chat_format = CHAT_FORMATS[config.model.chat_format]
     tokenizer = train_tokenizer(
-        _texts(demonstrations),
+        _texts(demonstrations, cites=config.context.manager == "cite_summary"),
         vocab_size=config.model.vocab_size,
         special_tokens=chat_format.special_tokens,
     )
@@ -223,11 +223,15 @@ def to_trajectory(
         generations = [generation("act", context.prompt_ids, action, context.span)]
         context = contexts.observe(context, generations[0].output_ids, observation)
         last = turn + 1 == len(d.actions)
-        if not last and contexts.needs_compaction(context):
-            prompt_ids, notes = contexts.summary_prompt(context), d.notes[turn + 1]
-            generations.append(generation("summary", prompt_ids, notes, context.span))
-            context = contexts.compact(context, notes)
-        segments.append(Segment(tuple(generations), action, observation))
+        cites = None
+        if contexts.closing if last else contexts.needs_compaction(context):
+            known = turn if last else turn + 1
+            summary = contexts.phrase(context, d.notes[known], d.sources[known])
+            prompt_ids = contexts.summary_prompt(context)
+            generations.append(generation("summary", prompt_ids, summary, context.span))
+            cites = contexts.citations(context, summary)
+            context = context if last else contexts.compact(context, summary)
+        segments.append(Segment(tuple(generations), action, observation, cites=cites))
         prompt_ids = () if last else context.prompt_ids
         states.append(State(None, None, prompt_ids, turn + 1, context.span))
     return Trajectory(
@@ -248,13 +252,17 @@ def _longest(trajectory: Trajectory) -> int:
     return max(len(g.prompt_ids) + len(g.output_ids) for g in generations)
 
 
-def _texts(demonstrations: Sequence[scripted.Demonstration]) -> Iterator[str]:
+def _texts(demonstrations: Sequence[scripted.Demonstration], *, cites: bool) -> Iterator[str]:
     for d in demonstrations:
         yield d.task.prompt
         yield from d.actions
         yield from d.observations
         yield from d.notes
-    yield from (INSTRUCTION, HEADING)
+        if cites:
+            yield cite_summary.EXAMPLE
+    yield from (summarize.INSTRUCTION, summarize.HEADING)
+    if cites:
+        yield cite_summary.INSTRUCTION
 
 
 def _batches(config, trajectories, seed: int) -> Iterator[SupervisedBatch]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up and trains the quickstart agent:
 #   bash scripts/quickstart.sh [METHOD] [--config.key=value ...]
-# METHOD is focus (default), focus_summarize, grpo, vineppo or ppo. The run is kept in
+# METHOD is focus (default), focus_summarize, grpo, vineppo, ppo or self_credit. The run is kept in
 # runs/quickstart-METHOD (set WORKDIR for another place); the same command resumes it.
 source "$(dirname "$0")/setup.sh" ""
 method=focus

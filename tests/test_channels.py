@@ -47,7 +47,9 @@ def test_what_is_filled_has_the_shape_that_was_promised(seed):
     rows, width, tokens = 12, 4, 40
     sizes = {"B": rows, "S": width, "L": tokens, "L+1": tokens + 1, "M": rows * (width + 2),
              "D": channels.EMBEDDING_SIZE, "scopes": 4}  # fmt: skip
-    for name, (axes, dtype) in channels.available(critic=True, branches=True).items():
+    for name, (axes, dtype) in channels.available(
+        critic=True, branches=True, citations=True
+    ).items():
         if name in names:
             got = getattr(batch, name)
             assert got.shape == tuple(sizes[a] for a in axes.split()), name
@@ -181,6 +183,9 @@ def test_a_run_knows_what_its_estimator_reads():
     assert reads("at2po") == {"parent", "leaf_traj", "tree_id", "node_of_segment"}
     assert reads("at2po", backup="child_softmax") == reads("at2po") | {"node_entropy"}
     assert reads("spo_chain") == {"cut", "cut_value", "cut_mask"}
+    cited = {"cited", "match_class", "is_answer", "summary_mask", "progress"}
+    core = channels.read_channels("self_credit", {}, critic=False, branches=False, citations=True)
+    assert core - set(channels._CORE) == cited
     # A reference pass is paid for only where it is read.
     assert reads("reinforce_pp") == set()
     assert reads("reinforce_pp", kl_coef=0.1) == {"ref_logp"}
@@ -193,6 +198,7 @@ def test_a_run_knows_what_its_estimator_reads():
         ("grpo", "spo_chain", "", r"reads cut, cut_value, cut_mask.*continuations at cut points"),
         ("grpo", "tigpo", "", r"dist_goal, hist_score.*keep a graph of states per task"),
         ("grpo", "hpo", "", r"intent.*cluster the actions"),
+        ("grpo", "self_credit", "", r"reads cited.*context\.manager=cite_summary"),
         ("grpo", "gigpo", "mode=fancy", r"mode='fancy'.*mean_norm"),
         ("grpo", "gigpo", "weight=2", r"gigpo has no hyperparameter weight.*step_weight"),
         ("grpo", "gigpo", "step_weight", r"write 'step_weight' as name=value"),

@@ -51,6 +51,16 @@ def test_answers_of_successes_count_as_cited():
     np.testing.assert_allclose(got[:, 2], [1.5, 1.5, 1, 1])
 
 
+def test_summaries_of_successes_count_as_cited_whatever_their_turn_does():
+    batch = worked()
+    summary = np.asarray(batch.token_mask) & (np.arange(batch.token_mask.shape[1]) % 2 == 1)
+    got = run(dataclasses.replace(batch, summary_mask=summary)).advantages
+    plain, weighted = baselines.grpo(batch, ddof=0).advantages, run(batch).advantages
+    factor = np.where(batch.success, 1.5, 1.0)[:, None]
+    np.testing.assert_allclose(got, np.where(summary, plain * factor, weighted), atol=1e-6)
+    assert not np.allclose(got, weighted)
+
+
 def test_nothing_cited_is_grpo_and_equal_groups_are_zero():
     batch = dataclasses.replace(worked(), cited=jnp.zeros((4, 4), bool))
     np.testing.assert_array_equal(run(batch).advantages, baselines.grpo(batch, ddof=0).advantages)

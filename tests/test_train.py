@@ -112,8 +112,8 @@ def test_no_step_passes_the_budget_and_the_ledger_is_the_journal(run):
 
 def test_a_method_generates_what_it_is_named_for(run):
     tokens, method = run.summary["generated_tokens"], run.config.method
-    assert (tokens["branch"] > 0) == (method not in ("grpo", "ppo"))
-    assert (tokens["summary"] > 0) == (method == "focus_summarize")
+    assert (tokens["branch"] > 0) == (method not in ("grpo", "ppo", "self_credit"))
+    assert (tokens["summary"] > 0) == (method in ("focus_summarize", "self_credit"))
 
 
 def test_every_method_moves_the_policy(run, prepare, parameters):

@@ -55,6 +55,8 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
         group_size=min(c.rollout.group_size, 2),
     )
     c.context.limit = 40
+    if method == "self_credit":
+        c.rollout.max_summary_tokens = 32
     c.critic.update(capacity=512, evidence_bucket=256, warmup_steps=0)
     c.learner.update(micro_rows=4, row_length=192, row_buckets=(32, 64, 128, 256), state_bucket=64)
     c.evaluate.update(every=3, num_tasks=8)

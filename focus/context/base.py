@@ -50,6 +50,7 @@ class ContextManager(Protocol):
     """Everything the agent loop asks of a manager."""
 
     summary_tokens: int  # most tokens of one summary
+    closing: bool  # whether the end of an episode is summarised too
 
     def start(self, system: str, question: str) -> Context:
         """The context before the first turn."""
@@ -65,6 +66,22 @@ class ContextManager(Protocol):
 
     def compact(self, context: Context, summary: str) -> Context:
         """The first context of the next span."""
+
+    def citations(self, context: Context, summary: str) -> tuple[int, ...] | None:
+        """Turns that a summary of `context` cites, counted from 0 at the start of the episode.
+
+        None from a manager that asks for none; () if the summary breaks the format, after which
+        the rollout is over and has outcome 0.
+        """
+
+    def phrase(self, context: Context, notes: str, sources: Sequence[int]) -> str:
+        """Puts notes into the format of a summary, for demonstrations.
+
+        Args:
+          context: what is summarised.
+          notes: what its writer would keep.
+          sources: turns from which the writer has what it knows.
+        """
 
 
 def append_turn(

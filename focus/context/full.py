@@ -15,6 +15,7 @@ class Full:
     """
 
     summary_tokens = 0
+    closing = False
 
     def __init__(self, chat: ChatEncoder):
         self._chat = chat
@@ -47,3 +48,12 @@ class Full:
           RuntimeError: always.
         """
         raise RuntimeError("the full context is never compacted; use context 'summarize'")
+
+    def citations(self, context: Context, summary: str) -> None:
+        """None are asked for."""
+        del context, summary
+
+    def phrase(self, context: Context, notes: str, sources: Sequence[int]) -> str:
+        """The notes."""
+        del context, sources
+        return notes

@@ -32,6 +32,8 @@ class Summarize:
       ValueError: a limit is not positive.
     """
 
+    closing = False
+
     def __init__(
         self,
         chat: ChatEncoder,
@@ -94,3 +96,12 @@ class Summarize:
             prompt_ids=self._chat.encode_start(context.system, user),
             span=context.span + 1,
         )
+
+    def citations(self, context: Context, summary: str) -> None:
+        """None are asked for."""
+        del context, summary
+
+    def phrase(self, context: Context, notes: str, sources: Sequence[int]) -> str:
+        """The notes."""
+        del context, sources
+        return notes

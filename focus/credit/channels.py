@@ -26,7 +26,9 @@ CHANNEL_PRODUCERS = {
     "expert_score": "score an expert's actions, or run a discriminator",
     **dict.fromkeys(("is_call", "is_answer", "is_summary"), "say what kind each segment is"),
     "probe_delta": "ask for the answer with and without each call",
-    "cited": "use the context manager that makes the policy cite its turns",
+    **dict.fromkeys(
+        ("cited", "summary_mask"), "let summaries cite turns: context.manager=cite_summary"
+    ),
     "dist_goal": "keep a graph of states per task, and measure in it",
     **dict.fromkeys(("state_key", "next_state_key"), "take the environment's state keys"),
     **dict.fromkeys(("action_key", "cluster", "intent"), "cluster the actions of each group"),

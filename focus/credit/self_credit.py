@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -81,9 +83,11 @@ def self_credit(
             1                both > 0, or not cited
             cited_weight     other cited segments of rows with A > 0, else 1
 
-    In successes, segments marked by `is_summary` or `is_answer` count as cited and unmatched
-    where the batch has those channels. Evidence: paper; the standard deviation and whether a row
-    counts itself are not stated there. Weights are positive, so signs stay.
+    In successes, the answer (`is_answer`) and tokens of summaries (`summary_mask`) count as cited
+    and unmatched where the batch has those channels. Such tokens belong to a segment whose turn
+    has a weight of its own; with `conserve` they share it. Evidence: paper; the standard
+    deviation and whether a row counts itself are not stated there. Weights are positive, so signs
+    stay.
 
     Args:
       batch: reads `cited` [B, S], `progress` [] and `match_class` [B, S] or, with
@@ -113,9 +117,7 @@ def self_credit(
     cited = batch.cited & segments
     counts = _counts_by_class if matching == "class" else _counts_by_match
     won, lost = counts(batch, cited, rows, count_self)
-    closing = jnp.zeros_like(cited)
-    for marked in (batch.is_summary, batch.is_answer):
-        closing = closing if marked is None else closing | marked
+    closing = jnp.zeros_like(cited) if batch.is_answer is None else batch.is_answer
     closing = closing & segments & batch.success[:, None]
     won, lost = (jnp.where(closing, 0, n) for n in (won, lost))
     w_f = failure_weight(batch.progress, start=failure_start, end=failure_end)
@@ -127,7 +129,15 @@ def self_credit(
     weight = primitives.reweight(
         jnp.ones_like(weight), weight, tokens_per_segment(batch, rows), segments, conserve=conserve
     )
-    return to_credit(batch, base * weight, rows, aux={"weight": weight})
+    credit = to_credit(batch, base * weight, rows, aux={"weight": weight})
+    if conserve or batch.summary_mask is None:
+        return credit
+    # A segment is a turn and the summary that closed it; the summary has a weight of its own.
+    plain = to_credit(batch, base, rows).advantages
+    summary = plain * jnp.where(batch.success[:, None] & (plain > 0), cited_weight, 1.0)
+    return dataclasses.replace(
+        credit, advantages=jnp.where(batch.summary_mask, summary, credit.advantages)
+    )
 
 
 SPECS: dict[str, EstimatorSpec] = {

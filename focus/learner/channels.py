@@ -17,6 +17,7 @@ import numpy as np
 
 from focus.credit import ESTIMATORS, estimate
 from focus.credit.channels import CHANNEL_PRODUCERS
+from focus.learner.citations import citation_channels
 from focus.learner.packing import PackedRows
 from focus.types import CreditBatch, Trajectory
 
@@ -211,6 +212,12 @@ def _progress(source: Source) -> dict[str, np.ndarray]:
     return {"progress": np.float32(source.progress)}
 
 
+def _citations(source: Source) -> dict[str, np.ndarray]:
+    batch = source.batch
+    shape, tokens = batch.segment_mask.shape, batch.token_mask.shape[1]
+    return citation_channels(source.trajectories, shape, tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Producer:
     """A function that makes channels: name -> axes by name, and dtype."""
@@ -218,6 +225,7 @@ class Producer:
     fn: Callable[[Source], dict[str, np.ndarray]]
     channels: Mapping[str, tuple[str, Any]]
     needs_branches: bool = False
+    needs_citations: bool = False
 
 
 PRODUCERS = (
@@ -242,6 +250,15 @@ PRODUCERS = (
         needs_branches=True,
     ),
     Producer(_progress, {"progress": ("", np.float32)}),
+    Producer(
+        _citations,
+        {
+            "cited": ("B S", bool),
+            "match_class": ("B S", np.int32),
+            "summary_mask": ("B L", bool),
+        },
+        needs_citations=True,
+    ),
 )
 # Made elsewhere in a run: by the critic, and by the branches themselves.
 _FROM_CRITIC = dict.fromkeys(("value", "value_variance"), ("B S+1", np.float32))
@@ -258,31 +275,39 @@ _CORE = {
 }
 
 
-def available(*, critic: bool, branches: bool) -> dict[str, tuple[str, Any]]:
+def available(
+    *, critic: bool, branches: bool, citations: bool = False
+) -> dict[str, tuple[str, Any]]:
     """Optional channels that a run can fill: name -> axes and dtype.
 
     Args:
       critic: whether it has one.
       branches: whether it samples continuations.
+      citations: whether summaries cite turns.
     """
     made = {
         name: layout
         for producer in PRODUCERS
-        if branches or not producer.needs_branches
+        if (branches or not producer.needs_branches) and (citations or not producer.needs_citations)
         for name, layout in producer.channels.items()
     }
     return made | (_FROM_CRITIC if critic else {}) | (_FROM_BRANCHES if branches else {})
 
 
 def read_channels(
-    name: str, hparams: Mapping[str, Any], *, critic: bool, branches: bool
+    name: str,
+    hparams: Mapping[str, Any],
+    *,
+    critic: bool,
+    branches: bool,
+    citations: bool = False,
 ) -> frozenset[str]:
     """What an estimator reads of the batches of a run; tried on shapes, without rollouts.
 
     Args:
       name: key of `ESTIMATORS`.
       hparams: overrides of its hyperparameters.
-      critic, branches: see `available`.
+      critic, branches, citations: see `available`.
 
     Returns:
       Names of channels.
@@ -291,7 +316,7 @@ def read_channels(
       ValueError: it reads what the run does not produce (each such channel is named, with who
         would produce it), or a hyperparameter is wrong.
     """
-    can = available(critic=critic, branches=branches)
+    can = available(critic=critic, branches=branches, citations=citations)
     missing = [c for c in ESTIMATORS[name].inputs if c not in _CORE and c not in can]
     if missing:
         reasons = "; ".join(f"{c}: {CHANNEL_PRODUCERS[c]}" for c in missing)

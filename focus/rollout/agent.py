@@ -21,7 +21,7 @@ from focus.rollout.engine import (
     SamplingParams,
 )
 from focus.rollout.pool import Account, Patience, RetryPolicy, generate_with_retries
-from focus.tasks.base import Environment, Task
+from focus.tasks.base import Environment, StepResult, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
 
 
@@ -224,12 +224,14 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
         terminal       the environment ended it             the environment's outcome
         turn_limit     `env.max_turns` turns were taken     the environment's, else 0
         context_limit  the next prompt has no room          0
+        format         a summary broke its format           0
         budget         the account granted too little       None
         failed         the engine failed for good           None
 
     A generation that the budget or a failure cut in the middle is kept, since its tokens were
-    paid, but never acted on. Then the last state's prompt ends with its last token. Outside of
-    `terminal`, the last state says where the trajectory was cut: its `prompt_ids` are set.
+    paid, but never acted on. Then the last state's prompt ends with its last token. Except after
+    `terminal` and `format`, the last state says where the trajectory was cut: its `prompt_ids`
+    are set.
 
     Args:
       agent: environment, context manager, engine.
@@ -273,31 +275,70 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
             return finish(act.cut, _outcome_of_cut(act.cut), act.error)
 
         step = agent.env.step(state.env, text)
-        outcome = step.outcome
-        context = agent.contexts.observe(state.context, act.output_ids, step.observation)
-        after = State(step.state, context, context.prompt_ids, state.turn + 1, context.span)
-        end: TrajectoryEnd | None = None
-        if step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns):
-            end, outcome = "turn_limit", outcome or 0.0
-        elif step.done:
-            end, after = "terminal", dataclasses.replace(after, prompt_ids=())
+        arrival, cites = _arrive(agent, state, act, step), None
+        context = arrival.state.context
+        if agent.contexts.closing if arrival.end else agent.contexts.needs_compaction(context):
+            arrival, summary, cites = await _summarise(agent, sampler, arrival)
+            generations += summary
+        segments.append(Segment(generations, text, step.observation, step.reward, step.info, cites))
+        states.append(arrival.state)
+        if arrival.end is not None:
+            return finish(arrival.end, arrival.outcome, arrival.error)
 
-        summary = None
-        if end is None and agent.contexts.needs_compaction(context):
-            prompt_ids = agent.contexts.summary_prompt(context)
-            summary = await sampler.sample(prompt_ids, agent.contexts.summary_tokens)
-            generations += summary.generations("summary", prompt_ids, context.span)
-            if summary.cut is None:
-                after = _compacted(agent, after, summary)
-            else:
-                end, outcome = summary.cut, _outcome_of_cut(summary.cut)
-                if summary.output_ids:
-                    after = _cut_state(after, prompt_ids, summary)
 
-        segments.append(Segment(generations, text, step.observation, step.reward, step.info))
-        states.append(after)
-        if end is not None:
-            return finish(end, outcome, summary.error if summary else None)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Where a turn has led: to the next state, or to the end."""
+
+    state: State
+    end: TrajectoryEnd | None = None
+    outcome: float | None = None
+    error: str | None = None
+
+
+def _arrive(agent: Agent, state: State, act: _Sample, step: StepResult) -> _Arrival:
+    """What a turn that was acted on leads to, before any summary."""
+    context = agent.contexts.observe(state.context, act.output_ids, step.observation)
+    after = State(step.state, context, context.prompt_ids, state.turn + 1, context.span)
+    if step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns):
+        return _Arrival(after, "turn_limit", step.outcome or 0.0)
+    if step.done:
+        return _Arrival(dataclasses.replace(after, prompt_ids=()), "terminal", step.outcome)
+    return _Arrival(after)
+
+
+async def _summarise(
+    agent: Agent, sampler: _Sampler, arrival: _Arrival
+) -> tuple[_Arrival, tuple[Generation, ...], tuple[int, ...] | None]:
+    """Asks for a summary: to go on from, or of an episode that is over.
+
+    The latter decides nothing unless it breaks its format; what cuts it ends no episode.
+
+    Returns:
+      Where it has led, the generation, and the turns that it cites.
+    """
+    state, over = arrival.state, arrival.end is not None
+    prompt_ids = agent.contexts.summary_prompt(state.context)
+    sample = await sampler.sample(prompt_ids, agent.contexts.summary_tokens)
+    generations = sample.generations("summary", prompt_ids, state.context.span)
+    cites = None
+    if sample.cut is None:
+        text = agent.chat.decode(sample.output_ids)
+        cites = agent.contexts.citations(state.context, text)
+    if cites == ():
+        state = dataclasses.replace(state, prompt_ids=())
+        return _Arrival(state, "format", 0.0), generations, cites
+    if sample.cut is None and not over:
+        context: Context = agent.contexts.compact(state.context, text)
+        state = dataclasses.replace(
+            state, context=context, prompt_ids=context.prompt_ids, span=context.span
+        )
+    elif sample.output_ids and arrival.end != "terminal":
+        state = _cut_state(state, prompt_ids, sample)
+    if sample.cut is not None and not over:
+        outcome = _outcome_of_cut(sample.cut)
+        return _Arrival(state, sample.cut, outcome, sample.error), generations, cites
+    return dataclasses.replace(arrival, state=state), generations, cites
 
 
 def _action_text(chat: ChatDecoder, act: _Sample) -> str:
@@ -320,11 +361,3 @@ def _cut_state(state: State, prompt_ids: tuple[int, ...], sample: _Sample) -> St
 def _outcome_of_cut(end: TrajectoryEnd) -> float | None:
     """A context that ran full is the policy's failure; the other cuts say nothing about it."""
     return 0.0 if end == "context_limit" else None
-
-
-def _compacted(agent: Agent, state: State, summary: _Sample) -> State:
-    """The first state of the next span."""
-    context: Context = agent.contexts.compact(state.context, agent.chat.decode(summary.output_ids))
-    return dataclasses.replace(
-        state, context=context, prompt_ids=context.prompt_ids, span=context.span
-    )

@@ -52,6 +52,8 @@ class Tally:
       num_tasks: tasks that were played.
       technical_failures: see `Collected`.
       branch_stats: one entry per branched state.
+      citations_asked: summaries that had to cite turns and were not cut.
+      citations_valid: those of them that did.
       recomputed_shares: see `Collected`; one entry per process that branched.
       versions: whose weights the tokens came from.
     """
@@ -63,6 +65,8 @@ class Tally:
     num_tasks: int
     technical_failures: int
     branch_stats: tuple[BranchedState, ...]
+    citations_asked: int
+    citations_valid: int
     recomputed_shares: tuple[float, ...]
     versions: Versions
 
@@ -70,6 +74,7 @@ class Tally:
     def of(cls, collected: Collected, screen: Freshness) -> Tally:
         """That of one process's rollouts, which `screen` has screened."""
         tree = collected.tree
+        cites = [s.cites for t in tree.trajectories for s in t.segments if s.cites is not None]
         return cls(
             ledger=dataclasses.replace(collected.ledger, seconds={}),
             base=tuple(map(Episode.of, tree.base)),
@@ -78,6 +83,8 @@ class Tally:
             num_tasks=collected.num_tasks,
             technical_failures=collected.technical_failures,
             branch_stats=collected.branch_stats,
+            citations_asked=len(cites),
+            citations_valid=sum(map(bool, cites)),
             recomputed_shares=(collected.recomputed_share,) if tree.branches else (),
             versions=Versions.of(tree.trajectories, collected.dropped, screen),
         )
@@ -85,6 +92,11 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         names = (field.name for field in dataclasses.fields(self))
         return Tally(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def valid_citations(self) -> float | None:
+        """Share of the summaries that had to cite turns and did; None if none had to."""
+        return self.citations_valid / self.citations_asked if self.citations_asked else None
 
     @property
     def recomputed_share(self) -> float:

@@ -105,6 +105,10 @@ class ScriptedAgent:
         self._last_call: str | None = None
         self._thoughts: list[str] = []
         self._restarted = False
+        self._turn = -1  # of the latest call
+        self._read_on: dict[tuple[str, str], int] = {}  # turn that showed a fact
+        self._listed_on = -1  # turn that listed `_numbers`
+        self._sources: set[int] = set()
 
     def act(self, observation: str) -> str:
         """The next action: a line for every relation followed, right or wrong, and a call.
@@ -114,6 +118,7 @@ class ScriptedAgent:
         """
         self._thoughts = []
         self._read(observation)
+        self._turn += 1
         self._advance()
         self._last_call = self._wrong_call() or self._right_call()
         return "\n".join([*self._thoughts, self._last_call])
@@ -123,11 +128,16 @@ class ScriptedAgent:
         left = "".join(f", {relation}" for relation in self._relations)
         return f"{self._entity}{left}; {self._last_call}"
 
+    def sources(self) -> tuple[int, ...]:
+        """Turns that its belief rests on, counted from 0: facts followed, lists chosen from."""
+        return tuple(sorted(self._sources))
+
     def _read(self, observation: str) -> None:
         entries = [_RESULT.fullmatch(line) for line in observation.splitlines()]
         entries = [entry for entry in entries if entry and entry["title"] != "error"]
         if any(entry["number"] for entry in entries):
             self._numbers = {entry["title"]: int(entry["number"]) for entry in entries}
+            self._listed_on = self._turn
         for entry in entries:
             if not entry["number"]:
                 self._opened.add(entry["title"])
@@ -140,12 +150,14 @@ class ScriptedAgent:
                 if sentence.startswith(beginning):
                     value = sentence.removeprefix(beginning).split(", ")[0]
                     self._facts[title, relation] = value
+                    self._read_on.setdefault((title, relation), self._turn)
                     break
 
     def _advance(self) -> None:
         """Follows the relations as far as what was read goes, now and then a wrong one."""
         while self._relations and (self._entity, self._relations[0]) in self._facts:
             relation, *rest = self._relations
+            self._sources.add(self._read_on[self._entity, relation])
             target = self._facts[self._entity, relation]
             if relation in worlds.START_PHRASES:
                 others = [
@@ -182,6 +194,7 @@ class ScriptedAgent:
             return self._right_call()
         if self._entity in self._numbers:
             number = self._numbers[self._entity]
+            self._sources.add(self._listed_on)
             others = [other for other in self._numbers.values() if other != number]
             if others and self._rng.random() < self._rates.near_duplicate:
                 number = self._rng.choice(others)
@@ -226,13 +239,14 @@ class Demonstration:
     """One episode: `observations[i]` is the answer to `actions[i]`.
 
     `notes[i]` is what the agent would have written down before `actions[i]`, had it been asked
-    to compact its context.
+    to compact its context, and `sources[i]` the turns from which it knows that.
     """
 
     task: Task
     actions: tuple[str, ...]
     observations: tuple[str, ...]
     notes: tuple[str, ...]
+    sources: tuple[tuple[int, ...], ...]
     outcome: float
 
 
@@ -240,16 +254,22 @@ def demonstrate(env: DeepSearch, task: Task, agent: ScriptedAgent) -> Demonstrat
     """Plays one episode."""
     agent.reset(task.prompt)
     state, observation = env.reset(task), ""
-    actions, observations, notes = [], [], []
+    actions, observations, notes, sources = [], [], [], []
     while True:
         actions.append(agent.act(observation))
         notes.append(agent.notes())
+        sources.append(agent.sources())
         result = env.step(state, actions[-1])
         state, observation = result.state, result.observation
         observations.append(observation)
         if result.done:
             return Demonstration(
-                task, tuple(actions), tuple(observations), tuple(notes), result.outcome
+                task,
+                tuple(actions),
+                tuple(observations),
+                tuple(notes),
+                tuple(sources),
+                result.outcome,
             )
 
 
