@@ -136,6 +136,8 @@ def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
     if "truncation" in takes:
         shared = ("discount", "lambda_", "lambda_mode", "truncation")
         hparams = {name: c.credit[name] for name in shared if name in takes}
+    if "fork_rows" in takes:
+        hparams["fork_rows"] = "suffix"  # a branch holds what it played itself
     for option in c.credit.options.split():
         name, equals, value = option.partition("=")
         if not (name and equals and value):
@@ -153,13 +155,13 @@ def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
     Raises:
       ValueError: the run does not produce one of them, or an option is wrong.
     """
-    return read_channels(
-        c.credit.estimator,
-        estimator_hparams(c),
-        critic=c.critic.enabled,
-        branches=c.branching.rule != NO_BRANCHES,
-        citations=c.context.manager == "cite_summary",
-    )
+    there = {
+        "critic": c.critic.enabled,
+        "branches": c.branching.rule != NO_BRANCHES,
+        "citations": c.context.manager == "cite_summary",
+    }
+    parts = [part for part, is_there in there.items() if is_there]
+    return read_channels(c.credit.estimator, estimator_hparams(c), parts)
 
 
 def step_config(c: ml_collections.ConfigDict) -> StepConfig:

@@ -36,12 +36,17 @@ def test_gspo():
     logp, ones = f32([[0.1, 0.3]]), np.ones((1, 2), f32)
     got = token_level.gspo_objective(logp, 0 * logp, ones, ones > 0)
     check(got, 1.0004)
+    check(token_level.gspo_objective(logp, 0 * logp, ones, ones > 0, clip_high=1.0), 1.221403)
     with pytest.raises(ValueError, match="gspo is a loss"):
         estimate("gspo", make_batch([1, 0]))
 
 
 def test_ppo_token_steps_over_observations():
     hparams = {"lambda_": 0.9, "whiten": False}
+    batch = make_batch(
+        [1], num_segments=[1], tokens_per_segment=3, token_value=f32([[0.2, 0.4, 0.6]])
+    )
+    check(run("ppo_token", batch, **hparams).advantages[0], [0.704, 0.56, 0.4])
     batch = make_batch(
         [1], num_segments=[1], tokens_per_segment=4,
         token_value=f32([[0.2, np.nan, 0.4, 0.6]]), token_mask=np.array([[1, 0, 1, 1]], bool),

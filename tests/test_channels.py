@@ -47,9 +47,7 @@ def test_what_is_filled_has_the_shape_that_was_promised(seed):
     rows, width, tokens = 12, 4, 40
     sizes = {"B": rows, "S": width, "L": tokens, "L+1": tokens + 1, "M": rows * (width + 2),
              "D": channels.EMBEDDING_SIZE, "scopes": 4}  # fmt: skip
-    for name, (axes, dtype) in channels.available(
-        critic=True, branches=True, citations=True
-    ).items():
+    for name, (axes, dtype) in channels.available(["critic", "branches", "citations"]).items():
         if name in names:
             got = getattr(batch, name)
             assert got.shape == tuple(sizes[a] for a in axes.split()), name
@@ -106,6 +104,8 @@ def test_a_branch_hangs_from_the_segment_that_led_to_its_state():
         (leaf,) = np.flatnonzero(batch.leaf_traj == row)
         assert parent[leaf] == node[row, len(trajectory.segments) - 1]
         assert batch.tree_id[leaf] == trajectory.group_id
+    assert batch.parent_traj[:5].tolist() == [-1, -1, 0, 0, -1]
+    assert batch.fork_segment[:5].tolist() == [-1, -1, 2, 0, -1]
     credit = estimate("spo_tree", batch)
     # Two of three ways on from the start are right, one of two from the second segment.
     np.testing.assert_allclose(credit.aux["node_value"][node[0, :3]], [0.5, 0.5, 1.0])
@@ -174,7 +174,7 @@ RUNS = {name for name in ESTIMATORS if ESTIMATORS[name].kind == "estimator"}
 
 def test_a_run_knows_what_its_estimator_reads():
     def reads(name, **hparams):
-        core = channels.read_channels(name, hparams, critic=False, branches=True)
+        core = channels.read_channels(name, hparams, ["branches"])
         return core - set(channels._CORE)
 
     assert reads("gigpo") == {"state_key"}
@@ -184,7 +184,7 @@ def test_a_run_knows_what_its_estimator_reads():
     assert reads("at2po", backup="child_softmax") == reads("at2po") | {"node_entropy"}
     assert reads("spo_chain") == {"cut", "cut_value", "cut_mask"}
     cited = {"cited", "match_class", "is_answer", "summary_mask", "progress"}
-    core = channels.read_channels("self_credit", {}, critic=False, branches=False, citations=True)
+    core = channels.read_channels("self_credit", {}, ["citations"])
     assert core - set(channels._CORE) == cited
     # A reference pass is paid for only where it is read.
     assert reads("reinforce_pp") == set()
@@ -230,11 +230,12 @@ def test_every_estimator_runs_or_says_what_is_missing():
     trains = set()
     for name in RUNS:
         try:
-            channels.read_channels(name, {}, critic=True, branches=True)
+            channels.read_channels(name, {}, ["critic", "branches"])
             trains.add(name)
         except ValueError as error:
             assert f"{name!r} reads" in str(error)
     assert trains >= {
         "gigpo", "proxmo", "pgpo", "tempo", "at2po", "spo_chain", "spo_tree", "a3", "g2po",
-        "gagpo", "spro", "grpo_lambda", "dapo", "opo", "reinforce_pp", "reinforce_pp_baseline",
+        "gagpo", "cbpo", "pivoarl", "spro", "grpo_lambda", "dapo", "opo", "reinforce_pp",
+        "reinforce_pp_baseline",
     }  # fmt: skip

@@ -48,7 +48,7 @@ def test_proxmo_numbers():
     batch = make_batch([1, 0, 0.5], num_segments=[1] * 3, sim=sim)
     whole = run(grouping.proxmo, batch).segment_advantages
     episode = run(grouping.proxmo, batch, step_weight=0.0).segment_advantages
-    np.testing.assert_allclose((whole - episode)[:, 0], [0.268949, -0.268949, 0], atol=1e-4)
+    np.testing.assert_allclose((whole - episode)[:, 0], [0.268949, -0.268949, 0], atol=2e-5)
 
 
 def test_pgpo_numbers():
@@ -58,6 +58,8 @@ def test_pgpo_numbers():
         got.segment_advantages,
         [[1.411298, 1.021375], [-0.320750, -1.021375], [-1.090548, 0]],
     )
+    close(got.aux["potential"], [[1 / 3, 0.5], [1 / 3, 0.5], [1 / 3, 0]])
+    close(got.aux["delta"], [[1 / 6, 0.5], [1 / 6, -0.5], [-1 / 3, 0]])
     close(got.aux["delta"].sum(1), np.array([1, 0, 0]) - got.aux["potential"][:, 0])
 
 
@@ -72,6 +74,7 @@ def test_tigpo_numbers():
         is_revisit=np.array([True, True, False]),
     )
     got = run(grouping.tigpo, batch, distance_discount=0.2, episode_weight=0.0)
+    close(got.aux["q"][:, 0], [0.2, 0.04, 0])
     close(got.segment_advantages[:, 0], [1.133893, -0.377964, -0.755929])
     got = run(grouping.tigpo, batch, step_weight=0.0)
     close(got.segment_advantages[:2, 0], [1.290994, -0.645497])
@@ -130,8 +133,9 @@ def test_taco_numbers():
         is_call=call,
         is_answer=np.array([[0, 0, 1], [0, 0, 1], [0, 1, 0]], bool),
     )
-    got = run(counterfactual.taco, batch, scale="none").segment_advantages
-    close(got, [[4 / 3, 0, 1 / 3], [-5 / 3, 0, -2 / 3], [0, 1 / 3, 0]])
+    got = run(counterfactual.taco, batch, scale="none")
+    close(got.aux["routed"], [[1 / 3, 0, 1 / 3], [-2 / 3, 0, -2 / 3], [0, 1 / 3, 0]])
+    close(got.segment_advantages, [[4 / 3, 0, 1 / 3], [-5 / 3, 0, -2 / 3], [0, 1 / 3, 0]])
 
 
 def test_pivoarl_numbers():
@@ -217,8 +221,24 @@ def test_cbpo_numbers():
         got.segment_advantages,
         [[0, 1.05, 0.9], [0, -1.1, -1.1], [0, 0, 0.9], [-1, -1, -1]],
     )
+    close(got.aux["z"], [0, 1, -1, 0])
     alone = dataclasses.replace(batch, parent_traj=jnp.full(4, -1))
     close(run(forks.cbpo, alone).advantages, baselines.grpo(alone, ddof=0).advantages)
+
+
+@pytest.mark.parametrize("fn", [forks.pivoarl, forks.cbpo])
+def test_forks_that_hold_their_suffix_alone_get_the_same_credit(fn):
+    outcome, start = [1, 0, 1, 0, 0], [-1, 1, 2, -1, 2]
+    parent = ints([-1, 0, 0, -1, 0])
+    whole = make_batch(outcome, num_segments=[3] * 5, parent_traj=parent, fork_segment=ints(start))
+    lengths = [3 - max(s, 0) for s in start]
+    suffix = make_batch(outcome, num_segments=lengths, parent_traj=parent, fork_segment=ints(start))
+    expected, got = run(fn, whole), run(fn, suffix, fork_rows="suffix")
+    for row, length in enumerate(lengths):
+        close(got.segment_advantages[row, :length], expected.segment_advantages[row, 3 - length :])
+    assert got.mask.sum() == expected.mask.sum()
+    with pytest.raises(ValueError, match="fork_rows='half'"):
+        fn(whole, fork_rows="half")
 
 
 def test_iapo_numbers():
@@ -241,12 +261,28 @@ def test_iapo_numbers():
 @pytest.mark.parametrize(
     "backup, advantage, expected",
     [
-        ("child_mean", "node_value", [-0.176777, 0.353553, -0.707107, 1.414214, -0.707107]),
-        ("child_mean", "diff_parent", [-0.176777, 0.530330, -0.530330, 1.060660, -1.060660]),
-        ("child_mean", "diff_global", [-0.176777, 0.530330, -0.530330, 1.590990, -0.530330]),
-        ("child_mean", "diff_localglobal", [-0.176777, 1.060660, -1.060660, 2.651650, -1.590990]),
-        ("child_softmax", "node_value", [0.088388, 0.883883, -0.707107, 1.414214, -0.707107]),
-        ("leaf_mean", "node_value", [0, 0.353553, -0.707107, 1.414214, -0.707107]),
+        (
+            "child_mean",
+            "node_value",
+            [-0.176777, 0.353553, -0.707107, 1.414214, -0.707107, -0.707107],
+        ),
+        ("child_mean", "diff_parent", [-0.176777, 0.530330, -0.530330, 1.060660, -1.060660, 0]),
+        (
+            "child_mean",
+            "diff_global",
+            [-0.176777, 0.530330, -0.530330, 1.590990, -0.530330, -0.530330],
+        ),
+        (
+            "child_mean",
+            "diff_localglobal",
+            [-0.176777, 1.060660, -1.060660, 2.651650, -1.590990, -0.530330],
+        ),
+        (
+            "child_softmax",
+            "node_value",
+            [0.088388, 0.883883, -0.707107, 1.414214, -0.707107, -0.707107],
+        ),
+        ("leaf_mean", "node_value", [0, 0.353553, -0.707107, 1.414214, -0.707107, -0.707107]),
     ],
 )
 def test_at2po_numbers(backup, advantage, expected):
@@ -259,5 +295,5 @@ def test_at2po_numbers(backup, advantage, expected):
         node_of_segment=ints([[1, 3], [1, 4], [2, 5]]),
     )
     got = run(forks.at2po, batch, backup=backup, advantage=advantage)
-    close(got.aux["node_advantage"][:5], expected)
+    close(got.aux["node_advantage"], expected)
     close(got.segment_advantages[0], np.array(expected)[[1, 3]])

@@ -61,6 +61,8 @@ def test_critic_search():
     batch = make_batch([1, 0], score=f32([[1, 1], [0, 1]]))
     got = run("critic_search", batch).segment_advantages
     check(got, [[0.655329, 0.655329], [-0.905329, -0.405330]])
+    judged = run("critic_search", batch, weight=1.0).segment_advantages
+    check(judged, [[0.5, 0.5], [-1.5, 0.5]])
     got = run("critic_search", batch, mix="add").segment_advantages
     check(got, [[0.832106, 0.832106], [-1.082105, -0.582106]])
 

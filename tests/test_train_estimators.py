@@ -18,6 +18,8 @@ RUNS = {
     "pgpo": ("grpo", GROUPS),
     "spo_chain": ("vineppo", CONTINUATIONS),
     "spo_tree": ("vineppo", TREES),
+    "cbpo": ("vineppo", {"rollout.group_size": 2, **TREES}),
+    "pivoarl": ("vineppo", {"rollout.group_size": 2, **TREES}),
     "a3": ("grpo", GROUPS),
     "g2po": ("grpo", GROUPS),
     "spro": ("grpo", GROUPS),

@@ -23,6 +23,8 @@ from focus.credit.rows import (
 from focus.credit.spec import GROUP, RETURN, EstimatorSpec, describe
 from focus.types import Array, Credit, CreditBatch
 
+ForkRows = Literal["whole", "suffix"]
+
 
 def spo_tree(
     batch: CreditBatch,
@@ -130,13 +132,17 @@ def at2po(
     return without_copied(batch, to_credit(batch, advantages, rows, aux=aux))
 
 
-def _forks(batch: CreditBatch, rows: Array):
-    """Forks [B] bool whose parent counts too, their parents [B], and their own segments [B, S]."""
+def _forks(batch: CreditBatch, rows: Array, fork_rows: ForkRows):
+    """Forks [B] bool whose parent counts too, their parents [B], which of the parent's segments
+    came before the fork [B, S], and which of a row's own segments are not a copy of those [B, S].
+    """
+    primitives.require_choice("fork_rows", fork_rows, ("whole", "suffix"))
     parent = jnp.clip(batch.parent_traj, 0, rows.size - 1)
     fork = rows & (batch.parent_traj >= 0) & (batch.fork_segment >= 0) & rows[parent]
     position = jnp.arange(batch.segment_mask.shape[1])
-    start = jnp.where(batch.parent_traj >= 0, batch.fork_segment, 0)
-    return fork, parent, position >= start[:, None]
+    before = (batch.parent_traj >= 0)[:, None] & (position < batch.fork_segment[:, None])
+    own = jnp.ones_like(before) if fork_rows == "suffix" else ~before
+    return fork, parent, before, own
 
 
 def _own_tokens(batch: CreditBatch, credit: Credit, own: Array) -> Credit:
@@ -148,8 +154,9 @@ def _own_tokens(batch: CreditBatch, credit: Credit, own: Array) -> Credit:
 def pivoarl(
     batch: CreditBatch,
     *,
-    prefix: str = "credit",
-    scale: str = "none",
+    prefix: Literal["credit", "zero"] = "credit",
+    scale: Literal["none", "std"] = "none",
+    fork_rows: ForkRows = "whole",
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Credit:
@@ -164,6 +171,7 @@ def pivoarl(
       batch: reads `parent_traj`, `fork_segment` [B].
       prefix: "credit" as above, or "zero": a prefix that a retry shares learns nothing.
       scale: "none" or "std".
+      fork_rows: a fork's row holds the "whole" way from the start, or the "suffix" after the fork.
       ddof: see `baselines.grpo`.
       eps: see `baselines.grpo`.
 
@@ -172,13 +180,13 @@ def pivoarl(
       minus its original's.
 
     Raises:
-      ValueError: unknown `prefix` or `scale`, or a channel is missing.
+      ValueError: unknown `prefix`, `scale` or `fork_rows`, or a channel is missing.
     """
     primitives.require_choice("prefix", prefix, ("credit", "zero"))
     primitives.require_channels(batch, ("parent_traj", "fork_segment"), "pivoarl")
     rows = scored_rows(batch)
     total = returns(batch, rows)
-    fork, parent, own = _forks(batch, rows)
+    fork, parent, before, own = _forks(batch, rows, fork_rows)
     size = rows.size
     family = jnp.where(fork, parent, jnp.arange(size))
     retried = jax.ops.segment_max(fork.astype(jnp.int32), family, size)[family] > 0
@@ -187,7 +195,7 @@ def pivoarl(
     fresh = rows & (batch.parent_traj < 0)
     alone = primitives.group_normalise(total, batch.group_id, fresh, singleton="keep", **norm)
     scalar = jnp.where(retried, within, alone)
-    shared = fork[:, None] & ~own
+    shared = fork[:, None] & before
     best = jax.ops.segment_max(jnp.where(shared, scalar[:, None], -jnp.inf), family, size)
     covered = jnp.isfinite(best)
     best = jnp.where(covered, jnp.maximum(best, scalar[:, None]), scalar[:, None])
@@ -204,6 +212,7 @@ def cbpo(
     *,
     eta: float = 0.2,
     phi: float = 2.0,
+    fork_rows: ForkRows = "whole",
     ddof: int = 0,
     eps: float = 1e-6,
 ) -> Credit:
@@ -219,6 +228,7 @@ def cbpo(
       batch: reads `parent_traj`, `fork_segment` [B].
       eta: strength.
       phi: |A_fin - A| <= eta |A| / phi.
+      fork_rows: see `pivoarl`.
       ddof: see `baselines.grpo`.
       eps: see `baselines.grpo`; also added to the deviation of Z.
 
@@ -226,13 +236,13 @@ def cbpo(
       `Credit`; copied prefixes leave the mask. aux["z"] [B] of each fork's node.
 
     Raises:
-      ValueError: a channel is missing.
+      ValueError: unknown `fork_rows`, or a channel is missing.
     """
     primitives.require_channels(batch, ("parent_traj", "fork_segment"), "cbpo")
     rows = scored_rows(batch)
     base = group_advantage(batch, rows, ddof=ddof, eps=eps)
     total = returns(batch, rows)
-    fork, parent, own = _forks(batch, rows)
+    fork, parent, _, own = _forks(batch, rows, fork_rows)
     size, width = batch.segment_mask.shape
     node = primitives.joint_key(jnp.where(fork, parent, -1), batch.fork_segment)
     slot = jnp.where(fork, node, size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -20,6 +20,9 @@ from focus.credit.channels import CHANNEL_PRODUCERS
 from focus.learner.citations import citation_channels
 from focus.learner.packing import PackedRows
 from focus.types import CreditBatch, Trajectory
+
+# Parts of a run that not every run has.
+Part = Literal["critic", "branches", "citations"]
 
 EMBEDDING_SIZE = 512
 # Actions are compared by their first word, first two, first three, and as a whole.
@@ -192,6 +195,17 @@ def _trees(source: Source) -> dict[str, np.ndarray]:
     }
 
 
+def _forks(source: Source) -> dict[str, np.ndarray]:
+    """The row that a branch left, and the segment of that row that it replaces."""
+    parent = np.full(source.batch.group_id.shape, -1, np.int32)
+    segment = np.full_like(parent, -1)
+    row_of = {trajectory.id: b for b, trajectory in enumerate(source.trajectories)}
+    for b, trajectory in enumerate(source.trajectories):
+        if trajectory.parent in row_of:
+            parent[b], segment[b] = row_of[trajectory.parent], trajectory.parent_state
+    return {"parent_traj": parent, "fork_segment": segment}
+
+
 def _cuts(source: Source) -> dict[str, np.ndarray]:
     """Cut points at the states between segments, valued by the continuations from there."""
     batch = source.batch
@@ -220,12 +234,14 @@ def _citations(source: Source) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Producer:
-    """A function that makes channels: name -> axes by name, and dtype."""
+    """A function that makes channels: name -> axes by name, and dtype.
+
+    `needs` is the part of a run without which there is nothing to make them from.
+    """
 
     fn: Callable[[Source], dict[str, np.ndarray]]
     channels: Mapping[str, tuple[str, Any]]
-    needs_branches: bool = False
-    needs_citations: bool = False
+    needs: Part | None = None
 
 
 PRODUCERS = (
@@ -247,7 +263,12 @@ PRODUCERS = (
     Producer(
         _cuts,
         {"cut": ("B S", np.int32), "cut_value": ("B S", np.float32), "cut_mask": ("B S", bool)},
-        needs_branches=True,
+        needs="branches",
+    ),
+    Producer(
+        _forks,
+        dict.fromkeys(("parent_traj", "fork_segment"), ("B", np.int32)),
+        needs="branches",
     ),
     Producer(_progress, {"progress": ("", np.float32)}),
     Producer(
@@ -257,12 +278,14 @@ PRODUCERS = (
             "match_class": ("B S", np.int32),
             "summary_mask": ("B L", bool),
         },
-        needs_citations=True,
+        needs="citations",
     ),
 )
 # Made elsewhere in a run: by the critic, and by the branches themselves.
-_FROM_CRITIC = dict.fromkeys(("value", "value_variance"), ("B S+1", np.float32))
-_FROM_BRANCHES = {"mc_return": ("B S K", np.float32), "mc_mask": ("B S K", bool)}
+_MADE_ELSEWHERE: dict[Part, dict[str, tuple[str, Any]]] = {
+    "critic": dict.fromkeys(("value", "value_variance"), ("B S+1", np.float32)),
+    "branches": {"mc_return": ("B S K", np.float32), "mc_mask": ("B S K", bool)},
+}
 _CORE = {
     **dict.fromkeys(("group_id",), ("B", np.int32)),
     **dict.fromkeys(("outcome",), ("B", np.float32)),
@@ -275,39 +298,24 @@ _CORE = {
 }
 
 
-def available(
-    *, critic: bool, branches: bool, citations: bool = False
-) -> dict[str, tuple[str, Any]]:
-    """Optional channels that a run can fill: name -> axes and dtype.
-
-    Args:
-      critic: whether it has one.
-      branches: whether it samples continuations.
-      citations: whether summaries cite turns.
-    """
-    made = {
-        name: layout
-        for producer in PRODUCERS
-        if (branches or not producer.needs_branches) and (citations or not producer.needs_citations)
-        for name, layout in producer.channels.items()
-    }
-    return made | (_FROM_CRITIC if critic else {}) | (_FROM_BRANCHES if branches else {})
+def available(parts: Collection[Part]) -> dict[str, tuple[str, Any]]:
+    """Optional channels that a run with these parts can fill: name -> axes and dtype."""
+    made: dict[str, tuple[str, Any]] = {}
+    for producer in PRODUCERS:
+        if producer.needs is None or producer.needs in parts:
+            made |= producer.channels
+    for part in parts:
+        made |= _MADE_ELSEWHERE.get(part, {})
+    return made
 
 
-def read_channels(
-    name: str,
-    hparams: Mapping[str, Any],
-    *,
-    critic: bool,
-    branches: bool,
-    citations: bool = False,
-) -> frozenset[str]:
+def read_channels(name: str, hparams: Mapping[str, Any], parts: Collection[Part]) -> frozenset[str]:
     """What an estimator reads of the batches of a run; tried on shapes, without rollouts.
 
     Args:
       name: key of `ESTIMATORS`.
       hparams: overrides of its hyperparameters.
-      critic, branches, citations: see `available`.
+      parts: of the run.
 
     Returns:
       Names of channels.
@@ -316,7 +324,7 @@ def read_channels(
       ValueError: it reads what the run does not produce (each such channel is named, with who
         would produce it), or a hyperparameter is wrong.
     """
-    can = available(critic=critic, branches=branches, citations=citations)
+    can = available(parts)
     missing = [c for c in ESTIMATORS[name].inputs if c not in _CORE and c not in can]
     if missing:
         reasons = "; ".join(f"{c}: {CHANNEL_PRODUCERS[c]}" for c in missing)
