@@ -426,7 +426,7 @@ def test_micro_rows_that_do_not_divide_are_refused():
 # Programs, compiled for a slice.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_small_slice(tmp_path):
     pytest.importorskip("libtpu", reason="compiles for TPUs; pip install 'focus[tpu]'")
     from focus.tpu.run import compile_config
@@ -452,7 +452,7 @@ def test_a_small_slice(tmp_path):
     assert "MFU" in to_markdown(result, "command")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_does_not_fit_ends_the_script_with_the_reason():
     pytest.importorskip("libtpu", reason="compiles for TPUs; pip install 'focus[tpu]'")
     command = [sys.executable, "scripts/compile_tpu.py", "--topology=v5e:2x2"]
