@@ -24,8 +24,9 @@ from focus.learner.state import TrainState
 from focus.learner.update import PolicyBatch, Scores
 from focus.rollout import Collected, EpisodeCost, RolloutsAhead, StepPlay, Stopwatch, Tally
 from focus.task_order import TaskOrder
-from focus.trainer import Trainer, Values
+from focus.trainer import Trainer
 from focus.types import CreditBatch
+from focus.values import Values
 
 # Running sums of tokens, by training steps that their weights were behind.
 LAG = "tokens_lag_"

@@ -19,7 +19,6 @@ import numpy as np
 from focus import experiment
 from focus.credit import estimate
 from focus.credit.primitives import masked_whiten
-from focus.credit.refine import leave_one_out_values
 from focus.critic.losses import fold_of
 from focus.engines import ENGINES
 from focus.learner import channels, hosts, losses, packing, sharding
@@ -45,36 +44,13 @@ from focus.rollout import (
     EpisodeCost,
     Freshness,
     StateScores,
-    make_beliefs,
     uninformed_scores,
 )
 from focus.task_order import TaskOrder
 from focus.tasks.base import Environment
 from focus.types import Array, Credit, CreditBatch, Trajectory
+from focus.values import Values, refine_values, state_scores, unknown_values
 from focus.warm_start import WarmStart
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """Values of all states of a step, before and after refinement; [B, S + 1] each.
-
-    Rows are those of `RolloutTree.trajectories`, padded; entries without a state are NaN in
-    `mean` and in `refined`.
-    """
-
-    mean: np.ndarray
-    variance: np.ndarray
-    refined: np.ndarray
-    refined_variance: np.ndarray
-
-    def for_report(self) -> dict[str, np.ndarray]:
-        """Arguments of `focus.report.record_trees`."""
-        return {
-            "values": self.mean,
-            "stds": np.sqrt(self.variance),
-            "refined": self.refined,
-            "refined_stds": np.sqrt(self.refined_variance),
-        }
 
 
 class Trainer:
@@ -133,7 +109,6 @@ class Trainer:
         self._estimate = jax.jit(functools.partial(estimate, config.credit.estimator, **hparams))
         self._channels = experiment.estimator_channels(config)
         self._whiten = jax.jit(masked_whiten)
-        self._leave_one_out = jax.jit(leave_one_out_values)
         self._sequence_log_ratio = jax.jit(
             functools.partial(losses.sequence_log_ratio, level=self._loss_config.importance_level)
         )
@@ -344,7 +319,7 @@ class Trainer:
         if self.critic is None:
             return uninformed_scores(base)
         belief = self.belief(state, base, self.state_features(state, self.pack(base)))
-        return _state_scores(belief, len(base))
+        return state_scores(belief, len(base))
 
     def fit_critic(self, state: TrainState, trajectories: Sequence[Trajectory]) -> TrainState:
         """Sets the critic's feature scale from first rollouts; their outcomes are not read."""
@@ -357,73 +332,11 @@ class Trainer:
         return dataclasses.replace(state, critic=critic)
 
     def refine(self, collected: Collected, belief: StateBelief | None) -> Values:
-        """Critic fused with branch outcomes, so that no outcome reaches its own baseline.
-
-        States of base rollouts read all branches. The first state of a branch reads its
-        siblings' outcomes and not its own; its later states read the critic alone, because what
-        a branch has found out about its parent's states contains its own outcome.
-
-        Args:
-          collected: the step's rollouts.
-          belief: the critic's belief about all their states.
-
-        Returns:
-          Values; all unknown without a critic.
-        """
+        """Critic fused with branch outcomes; all unknown without a critic."""
         if belief is None:
-            shape = (len(collected.tree.trajectories), self.env.max_turns + 1)
-            nothing = np.full(shape, np.nan)
-            return Values(nothing, nothing, nothing, nothing)
-        tree, config = collected.tree, self.config
-        exists = np.zeros(belief.mean.shape, bool)
-        for b, trajectory in enumerate(tree.trajectories):
-            exists[b, : len(trajectory.states)] = [bool(s.prompt_ids) for s in trajectory.states]
-        mean = np.where(exists, belief.mean, np.nan)
-        variance = np.where(exists, belief.variance, 0.0)
-        refined, refined_variance = mean.copy(), variance.copy()
-        if collected.beliefs is not None and config.critic.refine != "none":
-            base = len(tree.base)
-            beliefs = make_beliefs(
-                tree.base,
-                _state_scores(belief, base),
-                env_branchable=True,
-                max_context=self.engine.info().max_context,
-                smallest_bucket=self.step_config.state_bucket,
-            )
-            beliefs = dataclasses.replace(
-                beliefs,
-                branch_count=collected.beliefs.branch_count,
-                branch_sum=collected.beliefs.branch_sum,
-            )
-            new, left = beliefs.refine(config.critic.refine, self.step_config.value_range)
-            states = beliefs.shape[1]
-            there = exists[:base, :states]
-            refined[:base, :states][there] = beliefs.to_trajectories(new)[there]
-            refined_variance[:base, :states][there] = beliefs.to_trajectories(left)[there]
-            self._refine_branches(collected, belief, refined)
-        return Values(mean, variance, refined, refined_variance)
-
-    def _refine_branches(self, collected: Collected, belief: StateBelief, refined) -> None:
-        """Writes the values of branches' first states into `refined`."""
-        tree, base = collected.tree, len(collected.tree.base)
-        beliefs = collected.beliefs
-        row_of = {tuple(index): row for row, index in enumerate(beliefs.index.tolist())}
-        index_of = {t.id: b for b, t in enumerate(tree.base)}
-        count, total, own = np.zeros((3, belief.mean.shape[0]), np.float32)
-        for b, branch in enumerate(tree.branches, start=base):
-            row = row_of[index_of[branch.parent], branch.parent_state]
-            scored = branch.outcome is not None
-            count[b] = beliefs.branch_count[row] - scored
-            own[b] = branch.outcome if scored else 0.0
-            total[b] = beliefs.branch_sum[row] - own[b]
-        first = jax.device_get(
-            self._leave_one_out(
-                *jax.device_put(
-                    (belief.mean[:, 0], belief.variance[:, 0], belief.noise_var[:, 0], total, count)
-                )
-            )
-        )
-        refined[base : base + len(tree.branches), 0] = first[base : base + len(tree.branches)]
+            return unknown_values(len(collected.tree.trajectories), self.env.max_turns + 1)
+        max_context = self.engine.info().max_context
+        return refine_values(collected, belief, self.step_config, max_context=max_context)
 
     def learn_critic(
         self,
@@ -529,9 +442,3 @@ class Trainer:
             lambda params: self._trained(params)[0], out_shardings=self.state_shardings.params
         )
         return trained(self.start.params)
-
-
-def _state_scores(belief: StateBelief, rows: int) -> StateScores:
-    """What the controller reads of a belief about the first trajectories."""
-    names = (field.name for field in dataclasses.fields(StateScores))
-    return StateScores(**{name: getattr(belief, name)[:rows] for name in names})

@@ -28,6 +28,7 @@ TOP = {
     "trainer",
     "engines",
     "task_order",
+    "values",
     "evaluate",
     "experiment",
     "warm_start",
