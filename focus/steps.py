@@ -298,6 +298,7 @@ def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
         "citations/valid": tally.valid_citations,
         "branches/states": len(tally.branch_stats),
         "branches/recomputed_share": tally.recomputed_share,
+        **{f"cached/{kind}": share for kind, share in tally.cached_shares.items()},
     }
     branched = [s for s in tally.branch_stats if s.count]
     if branched:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from focus.rollout import (
     validate_step,
 )
 from focus.rollout import belief as belief_module
+from focus.rollout.accounting import reuse_by_kind
+from focus.types import Generation
 
 END = CHAT.end_of_turn_id
 EER = "expected_error_reduction"
@@ -449,3 +452,26 @@ def test_branches_need_a_critic_and_an_environment_that_branches():
     with pytest.raises(ValueError, match="no tasks"):
         step(config, make_agent(engine), num_tasks=0)
     assert not engine.requests
+
+
+def test_reuse_of_prefixes_is_counted_by_kind_of_request():
+    def trajectory(*requests):
+        generations = (
+            Generation("act", (0,) * length, (1,), (-1.0,), "stop", cached_tokens=cached)
+            for length, cached in requests
+        )
+        segments = [types.SimpleNamespace(generations=(g,)) for g in generations]
+        return types.SimpleNamespace(segments=segments)
+
+    base = [trajectory((11, 4), (21, 20), (31, 31)), trajectory((11, 10))]
+    branches = [trajectory((21, 19), (41, 30)), trajectory()]
+    counts = reuse_by_kind(base, branches)
+    assert counts == {
+        "start/prompt": 20,
+        "start/cached": 14,
+        "turn/prompt": 90,
+        "turn/cached": 80,
+        "branch/prompt": 20,
+        "branch/cached": 19,
+    }
+    assert counts + counts == {name: 2 * count for name, count in counts.items()}

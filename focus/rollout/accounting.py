@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -57,6 +59,27 @@ def recomputed_share(branches: Sequence[Trajectory]) -> float:
     shared = sum(len(g.prompt_ids) - 1 for g in first)
     recomputed = shared - sum(g.cached_tokens for g in first)
     return recomputed / shared if shared else 0.0
+
+
+def reuse_by_kind(
+    base: Sequence[Trajectory], branches: Sequence[Trajectory]
+) -> collections.Counter[str]:
+    """Prompt tokens, and how many of them the engine had already, by kind of request.
+
+    A "start" is the first request of a base rollout, a "branch" that of a branch, a "turn" any
+    later one. The last token of a prompt is left out: it must be computed to sample at all.
+
+    Returns:
+      Counts "<kind>/prompt" and "<kind>/cached"; those of several processes add.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    for first, trajectories in (("start", base), ("branch", branches)):
+        for trajectory in trajectories:
+            generations = (g for segment in trajectory.segments for g in segment.generations)
+            for kind, g in zip(itertools.chain([first], itertools.repeat("turn")), generations):
+                counts[f"{kind}/prompt"] += len(g.prompt_ids) - 1
+                counts[f"{kind}/cached"] += min(g.cached_tokens, len(g.prompt_ids) - 1)
+    return counts
 
 
 class Stopwatch:

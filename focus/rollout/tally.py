@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from focus.branching.budget import Ledger
+from focus.rollout.accounting import reuse_by_kind
 from focus.rollout.controller import BranchedState, Collected
 from focus.rollout.staleness import Freshness, Versions
 from focus.types import Trajectory
@@ -55,6 +57,7 @@ class Tally:
       citations_asked: summaries that had to cite turns and were not cut.
       citations_valid: those of them that did.
       recomputed_shares: see `Collected`; one entry per process that branched.
+      reuse: see `reuse_by_kind`.
       versions: whose weights the tokens came from.
     """
 
@@ -68,6 +71,7 @@ class Tally:
     citations_asked: int
     citations_valid: int
     recomputed_shares: tuple[float, ...]
+    reuse: collections.Counter[str]
     versions: Versions
 
     @classmethod
@@ -86,6 +90,7 @@ class Tally:
             citations_asked=len(cites),
             citations_valid=sum(map(bool, cites)),
             recomputed_shares=(collected.recomputed_share,) if tree.branches else (),
+            reuse=reuse_by_kind(tree.base, tree.branches),
             versions=Versions.of(tree.trajectories, collected.dropped, screen),
         )
 
@@ -97,6 +102,13 @@ class Tally:
     def valid_citations(self) -> float | None:
         """Share of the summaries that had to cite turns and did; None if none had to."""
         return self.citations_valid / self.citations_asked if self.citations_asked else None
+
+    @property
+    def cached_shares(self) -> dict[str, float]:
+        """Share of the prompts' tokens that was reused, by kind of request that there was."""
+        counted = (name for name, count in self.reuse.items() if count)
+        kinds = (name.removesuffix("/prompt") for name in counted if name.endswith("/prompt"))
+        return {kind: self.reuse[f"{kind}/cached"] / self.reuse[f"{kind}/prompt"] for kind in kinds}
 
     @property
     def recomputed_share(self) -> float:
