@@ -13,6 +13,7 @@ from focus import experiment
 from focus.policy import hf, transformer
 from focus.policy.chat import TemplateChat
 from focus.policy.tokens import CHATML, Chat
+from focus.rollout import RetryPolicy
 from focus.train import train
 from focus.warm_start import load_or_make
 
@@ -80,7 +81,9 @@ def test_the_start_of_a_run_is_that_of_the_files(directory):
     env = experiment.make_env(config)
     start = load_or_make(config, env)
     assert start.chat.stop_token_ids == (start.chat.end_of_turn_id, 0)
-    agent = experiment.make_agent(config, env, start.chat, None, temperature=1.0, run_seed=0)
+    agent = experiment.make_agent(
+        config, env, start.chat, None, temperature=1.0, run_seed=0, retry=RetryPolicy()
+    )
     assert agent.sampling.stop == ("</tool_call>",)
     first = agent.start(env.tasks("train")[0])
     assert "<tool_call>" not in start.chat.decode(first.prompt_ids)
