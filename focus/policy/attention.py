@@ -111,22 +111,21 @@ def row_attention(
     return lambda q, k, v: _attend_rows(q, k, v, mask, scale)
 
 
+def plain_block(length: int) -> int:
+    """Queries that "plain" takes at a time: at most four blocks a row, of 64 tokens or more."""
+    parts = next(n for n in (4, 3, 2, 1) if length % n == 0 and (n == 1 or length // n >= 64))
+    return length // parts
+
+
 def _attend_rows(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:
     """`attend` over whole rows: no query is multiplied with keys that all lie behind its block."""
-    length = q.shape[1]
-    parts = next(n for n in (4, 3, 2, 1) if length % n == 0 and (n == 1 or length // n >= 64))
-    ends = [length // parts * (i + 1) for i in range(parts)]
+    block = plain_block(q.shape[1])
     blocks = [
-        attend(
-            q[:, end - length // parts : end],
-            k[:, :, :end],
-            v[:, :, :end],
-            mask[:, end - length // parts : end, :end],
-            scale,
-        )
-        for end in ends
+        attend(q[:, i : i + block], k[:, :, :end], v[:, :, :end], mask[:, i:end, :end], scale)
+        for i in range(0, q.shape[1], block)
+        for end in (i + block,)
     ]
-    return jnp.concatenate(blocks, axis=1) if parts > 1 else blocks[0]
+    return jnp.concatenate(blocks, axis=1)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:

@@ -34,14 +34,14 @@ from typing import Any
 
 import jax
 
-from focus.policy import blockwise, gated_delta, qwen3_5, splash, transformer
+from focus.policy import attention, blockwise, gated_delta, qwen3_5, splash, transformer
 from focus.policy import model as models
 
 # Matrix products of a backward pass through attention, in units of the forward's two: dv, dp, dq
 # and dk; a kernel that keeps no weights computes q k^T again, and splash does so in each of its two
 # kernels, with dp.
 _BACKWARD_PRODUCTS = {"plain": 4, "blockwise": 5, "allgather": 5, "splash": 7}
-# Tokens of a block, of those that pass over blocks which the causal mask hides.
+# Tokens of a block, of kernels with a size of their own that pass over what the mask hides.
 _BLOCK = {"blockwise": blockwise.BLOCK, "splash": splash.BLOCK}
 
 
@@ -145,6 +145,8 @@ def row_flops(config: Any, length: int) -> Flops:
 def _executed(config: Any, length: int) -> Flops:
     """What a forward pass over rows executes."""
     block = min(_BLOCK.get(config.attention, length), length)
+    if config.attention == "plain":
+        block = attention.plain_block(length)
     chunk = min(gated_delta.CHUNK, length)
     return dataclasses.replace(
         forward_flops(config, (length + block) / 2), recurrence=recurrence_flops(config, chunk)
