@@ -18,6 +18,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from focus.learner import hosts
+from focus.rollout import EngineError
 from focus.train import train
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -39,6 +40,14 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 )
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 flags.mark_flags_as_required(["config", "workdir"])
+# A traceback would add nothing.
+_SAID_BY_THEIR_MESSAGE = (
+    ValueError,
+    FloatingPointError,
+    OSError,
+    EngineError,
+    hosts.OtherProcessFailed,
+)
 
 
 def parse(argv):
@@ -61,7 +70,7 @@ def main(argv):
     try:
         hosts.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         train(_CONFIG.value, _WORKDIR.value)
-    except (ValueError, FloatingPointError, OSError, hosts.OtherProcessFailed) as error:
+    except _SAID_BY_THEIR_MESSAGE as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 

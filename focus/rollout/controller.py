@@ -229,7 +229,8 @@ class StepPlay:
         config, cost = self.config, self.episode_cost.tokens
         share = math.floor(config.base_fraction * config.budget)
         group_cost = config.group_size * cost * config.cost_margin
-        account, patience = TokenAccount(config.budget), Patience(config.proceed_fraction)
+        patience = Patience(config.proceed_fraction)
+        account = TokenAccount(config.budget, patience.waiting)
         agent = dataclasses.replace(self.agent, patience=patience)
         left = itertools.islice(tasks, MOST_GROUPS)
         played: list[Task] = []

@@ -50,10 +50,12 @@ class TokenAccount:
 
     Args:
       total: tokens that may be generated; never passed, not by one.
+      on_waiting: told how many requests wait, whenever that may have changed.
     """
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, on_waiting: Callable[[int], None] | None = None):
         self._budget = TokenBudget(total)
+        self._on_waiting = on_waiting
         self._waiting: collections.deque[tuple[int, asyncio.Future[int]]] = collections.deque()
 
     @property
@@ -99,10 +101,12 @@ class TokenAccount:
             want, future = self._waiting[0]
             if not future.cancelled():
                 if self._budget.available < want and self._budget.reserved > 0:
-                    return
+                    break
                 granted, self._budget = self._budget.reserve(want)
                 future.set_result(granted)
             self._waiting.popleft()
+        if self._on_waiting is not None:
+            self._on_waiting(len(self._waiting))
 
 
 class UnlimitedAccount:
@@ -151,8 +155,9 @@ class Patience:
     on more often than they are played.
 
     Args:
-      fraction: once this share of the rollouts has ended well, requests that have failed are not
-        tried again; None: every request has all its attempts.
+      fraction: once this share of the rollouts has ended well, or could go on if only it had the
+        tokens that others hold, requests that have failed are not tried again; None: every
+        request has all its attempts.
     """
 
     def __init__(self, fraction: float | None = None):
@@ -161,6 +166,7 @@ class Patience:
         self._fraction = fraction
         self._launched = 0
         self._well = 0
+        self._waiting = 0
         self._over = asyncio.Event()
         self._scopes: set[asyncio.Timeout] = set()
 
@@ -173,10 +179,19 @@ class Patience:
         """Counts rollouts that the step wants."""
         self._launched += count
 
+    def waiting(self, count: int) -> None:
+        """Notes how many rollouts wait for tokens: what has failed may be holding them."""
+        self._waiting = count
+        self._look()
+
     def ended(self, trajectory: Trajectory) -> None:
         """Counts a rollout that ended; a technical failure has not ended well."""
         self._well += trajectory.end != "failed"
-        if self._fraction is None or self._well < self._fraction * self._launched:
+        self._look()
+
+    def _look(self) -> None:
+        well = self._well + self._waiting
+        if self._fraction is None or not well or well < self._fraction * self._launched:
             return
         self._over.set()
         for scope in self._scopes:
