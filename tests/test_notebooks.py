@@ -38,7 +38,7 @@ def test_a_notebook_runs_without_a_warning_and_draws(path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     notebook, code = read(path)
     resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
     for cell in code:
         assert cell.execution_count is not None
         assert not [output.text for output in cell.outputs if output.get("name") == "stderr"]
