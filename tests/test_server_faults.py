@@ -323,10 +323,10 @@ async def test_a_killed_workers_requests_move_and_it_returns_with_current_weight
         assert engine.versions()[servers[1].url] == "v1"
         # As "v1" by name, but with whatever it starts with: it must be brought up to date.
         await until(lambda: engine.states()[servers[0].url] != "fit")
+        before = len(servers[0].calls)
         await servers[0].start(version="v1")
-        loads = len(servers[0].calls)
         await until(lambda: engine.states()[servers[0].url] == "fit")
-        assert "/update_weights_from_disk" in [path for path, _ in servers[0].calls[loads - 1 :]]
+        assert "/update_weights_from_disk" in [path for path, _ in servers[0].calls[before:]]
         assert engine.stats.updates == 3
         check(await engine.generate(asked[0]), asked[0], "v1")
 

@@ -83,8 +83,8 @@ class Worker:
       trips: how often in a row its circuit has opened.
       closed: whether the circuit is; False until it has answered for the first time.
       open_until: time before which an open circuit is not probed.
-      restarted: whether it has refused a connection since its last update, so that it may hold
-        the weights it starts with under the right name.
+      restarted: whether its circuit has opened since its last update, so that it may hold the
+        weights it starts with under the right name.
       unfit: why its weights must not be sampled from; None when they may.
       error: what went wrong last.
       updating: whether its weights are being changed now.
@@ -319,13 +319,13 @@ class Fleet:
 
     def _consider(self, worker: Worker, error: Exception, refused: bool) -> None:
         worker.error = str(error)
-        worker.restarted |= refused
         if refused or max(worker.failures, worker.missed) >= self._limits.break_after:
             self._open(worker)
         self._note()
 
     def _open(self, worker: Worker) -> None:
-        worker.closed = False
+        # Nobody sees how short an absence was: it may have been started anew in it.
+        worker.closed, worker.restarted = False, True
         worker.open_until = self._now() + self._pause_s(worker.trips)
         worker.trips += 1
         worker.lost.set()

@@ -233,7 +233,7 @@ class Upkeep:
         except TimeoutError as error:
             raise EngineError(
                 f"no worker serves {version!r} after {self._limits.update_timeout_s:g} s: "
-                f"{dict(self.states())}"
+                f"{dict(self.fleet.states())}"
             ) from error
 
     # Health.
