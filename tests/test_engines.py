@@ -94,7 +94,7 @@ async def test_a_stop_token_is_kept_and_an_ignored_one_is_not_obeyed(backend):
     kept = output[: output.index(stop) + 1]
     by_request, ignored = await all_of(
         backend.engine,
-        [ask("a", prompt, stop_token_ids=(stop,)), ask("b", prompt, ignore_eos=True)],
+        [ask("a", prompt, stop_token_ids=(stop,), ignore_eos=False), ask("b", prompt)],
     )
     assert by_request.output_ids == kept and len(by_request.output_logp) == len(kept)
     assert (by_request.finish_reason.type, by_request.finish_reason.matched) == ("stop", stop)

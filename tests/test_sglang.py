@@ -20,15 +20,16 @@ from focus.rollout.fleet import Limits
 
 pytestmark = pytest.mark.sglang
 
-# A busy machine takes seconds to answer a probe, and twenty to notice one that does not.
+# A busy machine may take long to answer a probe, and loses workers that are alive.
 LIMITS = Limits(
+    attempts=20,
     request_timeout_s=300.0,
     control_timeout_s=120.0,
     probe_timeout_s=20.0,
     probe_every_s=1.0,
     break_after=2,
     break_s=1.0,
-    dead_after_s=600.0,
+    dead_after_s=1800.0,
 )
 
 
@@ -42,7 +43,7 @@ def prompts(count, length, seed=0):
     return [tuple(row) for row in drawn.tolist()]
 
 
-async def everyone(engine, timeout_s=900.0):
+async def everyone(engine, timeout_s=1800.0):
     async with asyncio.timeout(timeout_s):
         while set(engine.states().values()) != {"fit"}:
             await asyncio.sleep(0.2)
@@ -157,7 +158,7 @@ async def test_a_worker_that_hangs_is_left_and_comes_back_stale(real_fleet):
         try:
             for r, task in zip(asked, tasks, strict=True):
                 check(await task, r, "v1")
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(600):
                 while engine.states()[frozen.url] == "fit":
                     await asyncio.sleep(0.1)
             await engine.load_weights(real_fleet.paths["v2"], "v2")

@@ -107,12 +107,18 @@ class SGLangEngine:
 
         Raises:
           ValueError: empty or over-long prompt, id outside the vocabulary, an `rid` that is in
-            flight, or a setting that the server does not take.
+            flight, stop tokens together with `ignore_eos` (the server would ignore them, too), or
+            a setting that the server does not take.
           EngineError: every attempt failed, or the engine is closed.
           FleetDead: no worker has been fit for `dead_after_s`.
         """
         if request.rid in self._calls:
             raise ValueError(f"rid {request.rid!r} is in flight already: request ids are unique")
+        if request.sampling.ignore_eos and request.sampling.stop_token_ids:
+            raise ValueError(
+                f"stop_token_ids {request.sampling.stop_token_ids} do not go with ignore_eos=True: "
+                "SGLang then ignores both; leave one of them out"
+            )
         request = admissible(request, self._vocab_size, self._max_context)
         self._upkeep.start()
         parts = Parts(request, self._text_of, self._eos)
