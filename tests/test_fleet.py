@@ -150,6 +150,8 @@ def test_a_circuit_opens_after_failures_in_a_row_and_stays_open_longer_each_time
         clock.now += 0.02
         assert fleet.is_due(worker)
         fleet.answered(worker, "v1", ["v1"])
+        assert "was away" in worker.state  # and may have been started anew meanwhile
+        fleet.end_update(worker, "v1", None)
     fleet.succeeded(worker)
     fleet.failed(worker, EngineError("nobody listens"), refused=True)  # at once, and short again
     assert not worker.fit
