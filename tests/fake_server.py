@@ -53,8 +53,10 @@ def logp_of(version, ids, token, temperature):
 class FakeModel:
     """Tokens out of nowhere, one every `token_s` seconds; an `Engine`."""
 
-    def __init__(self, *, version="default", max_context=256, token_s=0.0, load_s=0.0):
-        self.version, self.max_context = version, max_context
+    def __init__(
+        self, *, version="default", max_context=256, vocab_size=VOCAB, token_s=0.0, load_s=0.0
+    ):
+        self.version, self.max_context, self.vocab_size = version, max_context, vocab_size
         self.token_s, self.load_s = token_s, load_s
         self.generated = 0
         self.held = []  # prompts and completions, as a cache would hold them
@@ -62,7 +64,7 @@ class FakeModel:
         self._aborted = set()
 
     def info(self):
-        return EngineInfo(self.version, VOCAB, self.max_context, 64)
+        return EngineInfo(self.version, self.vocab_size, self.max_context, 64)
 
     async def abort(self, rid):
         self._aborted.add(rid)
@@ -80,7 +82,7 @@ class FakeModel:
         self.flush_cache()
 
     async def generate(self, request):
-        request = admissible(request, VOCAB, self.max_context)
+        request = admissible(request, self.vocab_size, self.max_context)
         sampling, prompt = request.sampling, request.input_ids
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
         cached = min(self._shared(prompt), len(prompt) - 1)

@@ -246,7 +246,7 @@ async def test_a_check_finds_servers_of_different_weights(paths):
 
 async def test_a_check_finds_log_probs_that_are_not_the_trainers(paths):
     """A server that is sound in every other way, and makes its tokens up."""
-    async with FakeServer(version="v0") as server:
+    async with FakeServer(version="v0", vocab_size=backends.MODEL.vocab_size) as server:
         findings = await check_fleet([server.url], paths["v0"], load=LOAD, limits=backends.PATIENT)
         assert by_name(findings)["weights"].fit and not by_name(findings)["log-probs"].fit
         assert "another dtype, or other weights" in by_name(findings)["log-probs"].text
