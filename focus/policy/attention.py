@@ -120,12 +120,14 @@ def plain_block(length: int) -> int:
 def _attend_rows(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:
     """`attend` over whole rows: no query is multiplied with keys that all lie behind its block."""
     block = plain_block(q.shape[1])
-    blocks = [
-        attend(q[:, i : i + block], k[:, :, :end], v[:, :, :end], mask[:, i:end, :end], scale)
-        for i in range(0, q.shape[1], block)
-        for end in (i + block,)
-    ]
-    return jnp.concatenate(blocks, axis=1)
+
+    def attend_block(start: int) -> Array:
+        end = start + block
+        return attend(
+            q[:, start:end], k[:, :, :end], v[:, :, :end], mask[:, start:end, :end], scale
+        )
+
+    return jnp.concatenate([attend_block(i) for i in range(0, q.shape[1], block)], axis=1)
 
 
 def attend(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:

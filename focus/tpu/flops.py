@@ -29,6 +29,7 @@ again by a kernel which does not keep them, and the forward pass of rematerialis
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -41,8 +42,12 @@ from focus.policy import model as models
 # and dk; a kernel that keeps no weights computes q k^T again, and splash does so in each of its two
 # kernels, with dp.
 _BACKWARD_PRODUCTS = {"plain": 4, "blockwise": 5, "allgather": 5, "splash": 7}
-# Tokens of a block, of kernels with a size of their own that pass over what the mask hides.
-_BLOCK = {"blockwise": blockwise.BLOCK, "splash": splash.BLOCK}
+# Tokens of a block in a row of so many, of those that pass over blocks which the mask hides.
+_BLOCK = {
+    "plain": attention.plain_block,
+    "blockwise": functools.partial(min, blockwise.BLOCK),
+    "splash": functools.partial(min, splash.BLOCK),
+}
 
 
 def _last_products(config: Any) -> int:
@@ -144,9 +149,7 @@ def row_flops(config: Any, length: int) -> Flops:
 
 def _executed(config: Any, length: int) -> Flops:
     """What a forward pass over rows executes."""
-    block = min(_BLOCK.get(config.attention, length), length)
-    if config.attention == "plain":
-        block = attention.plain_block(length)
+    block = _BLOCK[config.attention](length) if config.attention in _BLOCK else length
     chunk = min(gated_delta.CHUNK, length)
     return dataclasses.replace(
         forward_flops(config, (length + block) / 2), recurrence=recurrence_flops(config, chunk)
