@@ -73,12 +73,7 @@ class Embedded:
             params,
             decode=chat.decode,
             eos_token_ids=chat.stop_token_ids,
-            max_running=c.max_running,
-            retained=c.retained,
-            cache_buckets=tuple(c.cache_buckets),
-            prefill_buckets=tuple(c.prefill_buckets),
-            batch_buckets=tuple(c.batch_buckets),
-            decode_steps=c.decode_steps,
+            **embedded_sizes(c),
         )
 
     def publisher(self, workdir: Path, attempt: int) -> Push:
@@ -102,6 +97,18 @@ class Embedded:
     def metrics(self) -> dict[str, float]:
         """None beyond what a step's ledger says."""
         return {}
+
+
+def embedded_sizes(rollout: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Arguments of `EmbeddedEngine` that say how much it plays at once, and in which shapes."""
+    return {
+        "max_running": rollout.max_running,
+        "retained": rollout.retained,
+        "cache_buckets": tuple(rollout.cache_buckets),
+        "prefill_buckets": tuple(rollout.prefill_buckets),
+        "batch_buckets": tuple(rollout.batch_buckets),
+        "decode_steps": rollout.decode_steps,
+    }
 
 
 class Servers:

@@ -6,6 +6,7 @@ import threading
 
 from aiohttp import web
 
+from focus.engines import embedded_sizes
 from focus.policy import hf
 from focus.rollout.embedded import EmbeddedEngine
 from focus.rollout.serve import Service
@@ -62,17 +63,12 @@ class ServerThread:
 
     async def _serve(self, ready):
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        chat, c = self._start.chat, self._rollout
+        chat = self._start.chat
         engine = SlowEngine(
             self._model,
             self._start.params,
             decode=chat.decode,
-            max_running=c.max_running,
-            retained=c.retained,
-            cache_buckets=tuple(c.cache_buckets),
-            prefill_buckets=tuple(c.prefill_buckets),
-            batch_buckets=tuple(c.batch_buckets),
-            decode_steps=c.decode_steps,
+            **embedded_sizes(self._rollout),
             weight_version="default",
             loader=lambda path: hf.load_checkpoint(path)[1],
         )
