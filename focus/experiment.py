@@ -5,22 +5,24 @@ from __future__ import annotations
 import ast
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_collections
+from jax.sharding import Mesh
 
 from focus.context import CONTEXT_MANAGERS, ContextManager
 from focus.credit.registry import ESTIMATORS
 from focus.critic.head import CriticConfig
 from focus.engines import ENGINES
 from focus.learner import hosts
-from focus.learner.backbone import BackboneOptions
+from focus.learner.backbone import BackboneCritic, BackboneOptions
 from focus.learner.channels import read_channels
-from focus.learner.critic import CriticOptions
+from focus.learner.critic import CriticLearner, CriticOptions
 from focus.learner.losses import PolicyLossConfig
 from focus.learner.state import OptimizerConfig
-from focus.learner.update import UpdateConfig
+from focus.learner.update import PolicyModel, UpdateConfig
 from focus.policy import hf, tool_calls
 from focus.policy import model as models
 from focus.policy.chat import TemplateChat, load_chat
@@ -294,10 +296,35 @@ def make_agent(
     )
 
 
-def critic_config(c: ml_collections.ConfigDict) -> CriticConfig:
-    """Shape of the critic."""
+def make_critic(
+    c: ml_collections.ConfigDict,
+    model: models.Config,
+    policy: PolicyModel,
+    params: Any,
+    *,
+    score: Callable | None,
+    mesh: Mesh,
+) -> CriticLearner | BackboneCritic:
+    """The critic of `config.critic`.
+
+    Args:
+      c: of the run.
+      model: shape of the policy.
+      policy: its functions.
+      params: its first parameters; a backbone of the critic's own starts from them.
+      score: as from `make_score_fn`; None where no features are computed.
+      mesh: the mesh.
+    """
+    shape = critic_config(c, model)
+    if c.critic.backbone == "own":
+        return BackboneCritic(shape, backbone_options(c), policy, params, mesh=mesh)
+    return CriticLearner(shape, critic_options(c), score, mesh=mesh)
+
+
+def critic_config(c: ml_collections.ConfigDict, model: models.Config) -> CriticConfig:
+    """Shape of the critic of a policy."""
     return CriticConfig(
-        feature_dim=model_config(c).d_model,
+        feature_dim=model.d_model,
         num_members=c.critic.members,
         hidden_dim=c.critic.width,
         prior_scale=c.critic.prior_scale,

@@ -161,6 +161,8 @@ def learn(
         scores = trainer.score(state.params, packed.rows)
         hidden = trainer.state_features(state, packed, scores)
         belief = trainer.belief(state, trajectories, hidden)
+        # Estimator and loss may both want it, or neither.
+        reference = functools.cache(functools.partial(trainer.reference_logp, packed))
 
     # 4. The critic as it stood before this step's outcomes, refined by branches.
     # 5. The critic learns from old and new evidence.
@@ -182,12 +184,14 @@ def learn(
     # 6. Segment advantages, spread over tokens.
     with clock.phase("credit"):
         batch = trainer.with_values(batch, trajectories, values)
-        batch = trainer.with_channels(batch, trajectories, packed, scores, step)
+        batch = trainer.with_channels(batch, trajectories, packed, scores, reference, step)
         credits = trainer.estimate(batch)
 
     # 7. Clipped policy update.
     with clock.phase("update"):
-        policy_batch = trainer.policy_batch(state, trajectories, packed, scores, batch, credits)
+        policy_batch = trainer.policy_batch(
+            state, trajectories, packed, scores, reference, batch, credits
+        )
         state, update_metrics = trainer.update(state, policy_batch)
 
     dose = hosts.total(int(np.count_nonzero(policy_batch.mask & (policy_batch.advantages != 0))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,13 @@ from focus.critic.losses import fold_of
 from focus.engines import ENGINES
 from focus.learner import channels, hosts, losses, packing, sharding
 from focus.learner.adapters import Adapters
-from focus.learner.backbone import BackboneCritic
 from focus.learner.batches import bucket, credit_batch, padded
 from focus.learner.compilations import compilations
-from focus.learner.critic import CriticLearner, StateBelief
+from focus.learner.critic import StateBelief
 from focus.learner.evidence import make_evidence
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import (
     PolicyBatch,
-    PolicyModel,
     Scores,
     make_policy_update,
     make_score_fn,
@@ -91,7 +89,11 @@ class Trainer:
             temperature=config.rollout.temperature,
             frozen=frozen,
         )
-        self.critic = self._make_critic(policy) if config.critic.enabled else None
+        self.critic = None
+        if config.critic.enabled:
+            self.critic = experiment.make_critic(
+                config, model, policy, start.params, score=self.score, mesh=self.mesh
+            )
         self.state_shardings = sharding.shardings_of(
             jax.eval_shape(self._init, start.params), self.mesh
         )
@@ -176,22 +178,6 @@ class Trainer:
         start = self.start
         return Adapters(self.model, setting, start.params, start.checksum(), mesh=self.mesh)
 
-    def _make_critic(self, policy: PolicyModel) -> CriticLearner | BackboneCritic:
-        if self.config.critic.backbone == "own":
-            return BackboneCritic(
-                experiment.critic_config(self.config),
-                experiment.backbone_options(self.config),
-                policy,
-                self.start.params,
-                mesh=self.mesh,
-            )
-        return CriticLearner(
-            experiment.critic_config(self.config),
-            experiment.critic_options(self.config),
-            self.score,
-            mesh=self.mesh,
-        )
-
     # Shapes.
 
     def pack(self, trajectories: Sequence[Trajectory]) -> packing.PackedRows:
@@ -253,16 +239,26 @@ class Trainer:
         trajectories: Sequence[Trajectory],
         packed: packing.PackedRows,
         scores: Scores,
+        reference: Callable[[], np.ndarray],
         step: int,
     ) -> CreditBatch:
-        """The batch with what else the estimator reads, made from the step's rollouts."""
+        """The batch with what else the estimator reads, made from the step's rollouts.
+
+        Args:
+          batch: core channels, and values.
+          trajectories: the first rows of the batch.
+          packed: the rows that the model reads.
+          scores: the policy's of these rows.
+          reference: see `reference_logp`; called if the estimator reads it.
+          step: which.
+        """
         source = channels.Source(
             trajectories=trajectories,
             batch=batch,
             state_key=getattr(self.env, "state_key", lambda state: state),
             packed=packed,
             entropy=scores.entropy,
-            ref_logp=lambda: self.score(self._reference_params, packed.rows).logp,
+            ref_logp=reference,
             # Not of `steps`, which a resumed run may change.
             progress=min(1.0, step / self.config.learner.schedule_steps),
         )
@@ -390,10 +386,21 @@ class Trainer:
         trajectories: Sequence[Trajectory],
         packed: packing.PackedRows,
         scores: Scores,
+        reference: Callable[[], np.ndarray],
         batch: CreditBatch,
         credit: Credit,
     ) -> PolicyBatch:
-        """Credit on the trajectory axis to the rows that the model reads."""
+        """Credit on the trajectory axis to the rows that the model reads.
+
+        Args:
+          state: before the update.
+          trajectories: the first rows of the batch.
+          packed: the rows.
+          scores: the policy's of these rows.
+          reference: see `reference_logp`; called if the loss reads it.
+          batch: what the estimator has read.
+          credit: what it has found.
+        """
         c, c_rollout = self.config.credit, self.config.rollout
         weight = np.ones((len(batch.row_mask), 1), np.float32)
         for b, trajectory in enumerate(trajectories):
@@ -414,7 +421,7 @@ class Trainer:
             advantages=packed.to_rows(np.asarray(credit.advantages) * weight),
             old_logp=scores.logp,
             behaviour_logp=packed.to_rows(batch.behaviour_logp),
-            ref_logp=self._reference(packed),
+            ref_logp=reference() if self.config.learner.kl_coefficient else None,
             importance_log_ratio=self._importance_log_ratio(packed, scores, batch),
         )
 
@@ -430,10 +437,8 @@ class Trainer:
         )
         return packed.to_rows(jax.device_get(ratios))
 
-    def _reference(self, packed: packing.PackedRows) -> np.ndarray | None:
-        """Log-probs under the warm start, where the loss wants them."""
-        if not self.config.learner.kl_coefficient:
-            return None
+    def reference_logp(self, packed: packing.PackedRows) -> np.ndarray:
+        """[R, L] log-probs under the warm start: a forward pass over all rows."""
         return self.score(self._reference_params, packed.rows).logp
 
     @functools.cached_property

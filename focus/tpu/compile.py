@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from focus import experiment
 from focus.critic.state import Evidence
 from focus.learner import packing, sharding
-from focus.learner.backbone import BackboneCritic, EvidenceRows
+from focus.learner.backbone import EvidenceRows
 from focus.learner.critic import CriticLearner
 from focus.learner.state import init_state, make_optimizer
 from focus.learner.update import (
@@ -176,7 +176,9 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
         models.param_shapes(model),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    critic = _make_critic(c, policy, params, mesh) if c.critic.enabled else None
+    critic = None
+    if c.critic.enabled:
+        critic = experiment.make_critic(c, model, policy, params, score=None, mesh=mesh)
     state = jax.eval_shape(
         lambda p: init_state(
             p, optimizer, None if critic is None else critic.init(jax.random.key(0), p)
@@ -247,13 +249,6 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
             )
         )
     return found
-
-
-def _make_critic(c, policy, params, mesh) -> CriticLearner | BackboneCritic:
-    shape = experiment.critic_config(c)
-    if c.critic.backbone == "own":
-        return BackboneCritic(shape, experiment.backbone_options(c), policy, params, mesh=mesh)
-    return CriticLearner(shape, experiment.critic_options(c), score=None, mesh=mesh)
 
 
 def _on_rows(tree: Any, mesh: Mesh) -> Any:
