@@ -20,16 +20,20 @@ The argument names the method, as in configs/quickstart.py. On two cores the ser
 trainer has in the quickstart: expect several times its time.
 """
 
+import runpy
+from pathlib import Path
+
 import ml_collections
 
-from configs import quickstart
+# By its path, as config files themselves are read: `configs` is no installed package.
+_QUICKSTART = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))
 
-METHODS = quickstart.METHODS
+METHODS = _QUICKSTART["METHODS"]
 
 
 def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     """The configuration of `method`; all but where tokens are sampled is the quickstart's."""
-    c = quickstart.get_config(method)
+    c = _QUICKSTART["get_config"](method)
     c.rollout.engine = "sglang"
     c.rollout.urls = ("http://127.0.0.1:30001", "http://127.0.0.1:30002")
     c.rollout.router_url = "http://127.0.0.1:30000"

@@ -17,16 +17,20 @@ The argument names the method, as in configs/quickstart.py.
 On a CPU it is a check that all parts fit: a step takes minutes.
 """
 
+import runpy
+from pathlib import Path
+
 import ml_collections
 
-from configs import quickstart
+# By its path, as config files themselves are read: `configs` is no installed package.
+_QUICKSTART = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))
 
-METHODS = quickstart.METHODS
+METHODS = _QUICKSTART["METHODS"]
 
 
 def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     """The configuration of `method`; what a step is made of is the quickstart's."""
-    c = quickstart.get_config(method)
+    c = _QUICKSTART["get_config"](method)
     del c.warm_start  # the model can talk already
     c.task.instructions = True
     c.task.snippet_words = 8

@@ -7,9 +7,13 @@ The argument names the policy and, where it matters, the chips that it is laid o
 products, activations and gathered weights are bfloat16.
 """
 
+import runpy
+from pathlib import Path
+
 import ml_collections
 
-from configs import quickstart
+# By its path, as config files themselves are read: `configs` is no installed package.
+_QUICKSTART = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))
 
 # Shapes as in the models' config.json.
 MODELS = {
@@ -72,7 +76,7 @@ def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
     model, _, micro_rows, remat = PRESETS[preset]
-    c = quickstart.get_config("focus")
+    c = _QUICKSTART["get_config"]("focus")
     c.budget = 2_000_000
     c.task.max_turns = 30
     c.model = ml_collections.ConfigDict(

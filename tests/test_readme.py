@@ -198,6 +198,20 @@ def test_every_python_script_is_checked():
     assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == set(MAINS)
 
 
+@pytest.mark.parametrize(
+    "config", sorted((ROOT / "configs").glob("[a-z]*.py")), ids=lambda p: p.stem
+)
+def test_a_config_file_needs_nothing_but_what_is_installed(config, tmp_path):
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['get_config']().steps)"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", code, str(config)]
+    found = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) > 0
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda p: p.name)
 def test_shell_scripts_parse_and_stop_at_the_first_error(path):
     done = subprocess.run(
