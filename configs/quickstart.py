@@ -69,6 +69,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.warm_start.batch_rows = 4
     c.warm_start.row_length = 384
     c.warm_start.learning_rate = 6e-3
+    c.warm_start.products = "bfloat16"  # what operands are rounded to; sums stay in float32
     c.warm_start.observation_weight = 0.3  # loss weight of tokens that the policy only reads
 
     c.rollout = ml_collections.ConfigDict()

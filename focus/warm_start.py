@@ -57,6 +57,7 @@ _SOURCES = (
     "policy/layers.py",
     "policy/model.py",
     "policy/qwen3_5.py",
+    "policy/rounded.py",
     "policy/tokens.py",
     "policy/transformer.py",
     "tasks/deep_search.py",
@@ -308,7 +309,7 @@ def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
 
     state, shardings = sharding.init_sharded(init, jax.random.key(seed), mesh=mesh)
     update = make_supervised_update(
-        policy_model(model),
+        policy_model(model, w.products),
         optimizer,
         UpdateConfig(micro_rows=w.batch_rows, seed=seed),
         mesh=mesh,

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from focus.learner import hosts, losses, sharding
 from focus.learner.packing import Rows, take_rows
 from focus.learner.state import TrainState
-from focus.policy import lora
+from focus.policy import lora, rounded
 from focus.policy import model as models
 from focus.policy.logprobs import chunked_logprobs
 from focus.types import Array
@@ -50,11 +50,24 @@ class PolicyModel:
     shares_prefixes: bool = True
 
 
-def policy_model(config: models.Config) -> PolicyModel:
-    """A `PolicyModel` of any family."""
+def policy_model(config: models.Config, products: str | None = None) -> PolicyModel:
+    """A `PolicyModel` of any family.
+
+    Args:
+      config: shape of the model.
+      products: format that operands of products with weights are rounded to, see
+        `focus.policy.rounded`; None leaves them in the dtype of the model.
+
+    Raises:
+      ValueError: no such format.
+    """
     shares_prefixes = models.shares_prefixes(config)
+    if products is not None:
+        rounded.check_format(products)
 
     def hidden(params: Params, rows: Rows) -> Array:
+        if products is not None:
+            params = rounded.attach(params, products)
         return models.hidden_states(
             config,
             params,
