@@ -79,6 +79,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.weights_dtype = "float32"  # of the weights that servers are given
     c.rollout.async_depth = 0  # steps whose base rollouts may be played while the learner works
     c.rollout.mixed_versions = "keep"  # keep or drop rollouts during which the weights changed
+    c.rollout.devices = -1  # local devices that the embedded engine spreads over; -1: all
     c.rollout.max_running = 64
     c.rollout.retained = 192  # finished sequences whose keys and values wait for a branch
     c.rollout.decode_steps = 8  # tokens that a slot may gain in one call of the engine

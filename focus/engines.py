@@ -102,6 +102,7 @@ class Embedded:
 def embedded_sizes(rollout: ml_collections.ConfigDict) -> dict[str, Any]:
     """Arguments of `EmbeddedEngine` that say how much it plays at once, and in which shapes."""
     return {
+        "devices": rollout.devices,
         "max_running": rollout.max_running,
         "retained": rollout.retained,
         "cache_buckets": tuple(rollout.cache_buckets),

@@ -45,6 +45,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
         learning_rate=4e-3,
     )
     c.rollout.update(
+        devices=1,
         max_running=8,
         retained=24,
         cache_buckets=(96, 192),

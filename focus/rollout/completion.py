@@ -55,7 +55,8 @@ class Completion:
       prompt: [L] int32.
       stop_ids: tokens that end it.
       budget: tokens to generate at most.
-      row: its row of the cache.
+      device: number of the device that it runs on.
+      row: its row of that device's cache.
       cached: prompt tokens that were reused.
       output: sampled tokens.
       logp: log-probability of each.
@@ -66,6 +67,7 @@ class Completion:
     prompt: np.ndarray
     stop_ids: frozenset[int]
     budget: int
+    device: int | None = None
     row: int | None = None
     cached: int = 0
     output: list[int] = dataclasses.field(default_factory=list)

@@ -1,6 +1,6 @@
-"""The in-process engine: continuous batching on one JAX device, spoken to like a server.
+"""The in-process engine: continuous batching on JAX devices, spoken to like a server.
 
-One asyncio task owns the device. It admits waiting requests to free slots, fills what their
+One asyncio task owns the devices. It admits waiting requests to free slots, fills what their
 prompts do not share with a row that the cache already holds, decodes a block of tokens for all
 running slots, hands out what has ended, and starts over; it ends when there is nothing to do.
 
@@ -9,10 +9,13 @@ order in which requests arrive, never on the clock: the same requests in the sam
 same tokens and bit-equal log-probs. A completion is a function of (seed, prompt, weights);
 batch mates change it by floating-point rounding alone.
 
+With several devices each has rows of its own, and a completion stays where its prefix is. All of
+them do the same thing at the same time, so that still nothing depends on the clock.
+
 Memory: `rows * row_bytes`, where a row takes `2 * layers * kv_heads * cache_length * head_dim`
-numbers and there are `max_running + retained + 1` rows (one is scratch room for padding), plus
-one working copy of the running rows during a call. See `EmbeddedEngine.cache_bytes`. A recurrent
-model has a memory per row and per snapshot beside (`focus.rollout.snapshot_store`).
+numbers and there are `max_running + retained` rows and one a device (scratch room for padding),
+plus one working copy of the running rows during a call. See `EmbeddedEngine.cache_bytes`. A
+recurrent model has a memory per row and per snapshot beside (`focus.rollout.snapshot_store`).
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ class EmbeddedEngine:
       params: its parameters; copied, so a trainer may donate its own.
       decode: token ids to text, for `text` and stop strings.
       eos_token_ids: end a completion unless the request ignores them.
-      max_running: slots that decode together.
+      devices: number of local devices to spread over; -1 takes all.
+      max_running: slots that decode together, on all devices.
       retained: rows beyond those, which keep finished completions for reuse. The default,
         4 * max_running, holds the base rollouts of a step until their branches have run.
       snapshots: of a recurrent model, memories that are kept at the ends of prompts, where turns
@@ -93,7 +97,7 @@ class EmbeddedEngine:
       cache_buckets: numbers of cache columns that a call may attend to; default 128, 256, 384,
         then doubling, up to `cache_length`.
       prefill_buckets: lengths of a prefill chunk; longer suffixes go in pieces.
-      batch_buckets: numbers of rows of a device call, up to `max_running`.
+      batch_buckets: numbers of rows of a call, on all devices, up to `max_running`.
       decode_steps: tokens a slot may gain in one decode call.
       max_stop_ids: most stop token ids (end-of-sequence ids included) of one request.
       weight_version: name of `params`.
@@ -110,6 +114,7 @@ class EmbeddedEngine:
         *,
         decode: Callable[[Sequence[int]], str],
         eos_token_ids: Sequence[int] = (),
+        devices: int = 1,
         max_running: int = 64,
         retained: int | None = None,
         snapshots: int | None = None,
@@ -133,6 +138,13 @@ class EmbeddedEngine:
                 f"cache_length must lie in [2, {model.max_context}] (the model's max_context), "
                 f"got {length}"
             )
+        local = jax.local_devices()
+        if devices != -1 and not 1 <= devices <= min(len(local), max_running):
+            raise ValueError(
+                f"devices must be -1 or lie in [1, {min(len(local), max_running)}] (local devices, "
+                f"and not more than max_running), got {devices}"
+            )
+        devices = min(len(local), max_running) if devices == -1 else devices
         if decode_steps < 1:
             raise ValueError(f"decode_steps must be >= 1, got {decode_steps}")
         if cache_buckets is None:
@@ -141,26 +153,29 @@ class EmbeddedEngine:
         self._text_of = decode
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
-        self._rows = max_running + retained
+        # Of each device.
+        self._slots = -(-max_running // devices)
+        self._rows = self._slots + -(-retained // devices)
         self._snapshots = 0
         if models.is_recurrent(model):
-            self._snapshots = 4 * self._rows if snapshots is None else snapshots
+            self._snapshots = 4 * self._rows if snapshots is None else -(-snapshots // devices)
         self._length = length
         self._max_stop_ids = max_stop_ids
         self._loader = loader
         self._runner = Runner(
             model,
+            devices=local[:devices],
             rows=self._rows,
             row_length=length,
             snapshots=self._snapshots,
-            max_running=max_running,
+            max_running=self._slots,
             cache_buckets=cache_buckets,
             prefill_buckets=prefill_buckets,
-            batch_buckets=batch_buckets,
+            batch_buckets=[-(-size // devices) for size in batch_buckets],
             decode_steps=decode_steps,
             max_stop_ids=max_stop_ids,
         )
-        self._reset_store()
+        self._stores = self._new_stores(devices)
         self._install(params, weight_version)
         self._totals = EngineStats()
         self._waiting: collections.deque[Completion] = collections.deque()
@@ -237,7 +252,8 @@ class EmbeddedEngine:
 
     def flush_cache(self) -> None:
         """Forgets the keys and values of finished sequences; running ones keep theirs."""
-        self._store.flush()
+        for store in self._stores:
+            store.flush()
         self._totals.flushes += 1
 
     def info(self) -> EngineInfo:
@@ -327,7 +343,7 @@ class EmbeddedEngine:
                 f"log-probs of request {completion.request.rid!r} are not finite under weights "
                 f"{self._version!r}: load sound weights"
             )
-        self._store.append(completion.row, completion.held, tokens)
+        self._stores[completion.device].append(completion.row, completion.held, tokens)
         before = len(completion.output)
         reason = completion.receive(tokens, logp, self._text_of)
         self._totals.discarded_tokens += before + len(tokens) - len(completion.output)
@@ -353,7 +369,8 @@ class EmbeddedEngine:
             self._waiting.remove(completion)
         else:
             self._running.remove(completion)
-            self._store.release(completion.row, len(completion.prompt) + len(completion.output))
+            held = len(completion.prompt) + len(completion.output)
+            self._stores[completion.device].release(completion.row, held)
 
     # The task that owns the device.
 
@@ -400,18 +417,18 @@ class EmbeddedEngine:
         self._in_flight.clear()
         self._swaps.clear()
         self._runner.reset()
-        self._reset_store()
+        self._stores = self._new_stores(len(self._stores))
         for future in futures:
             if not future.done():
                 future.set_exception(error)
 
-    def _reset_store(self) -> None:
+    def _new_stores(self, devices: int) -> list[PrefixStore]:
         # A wave costs a device call, which computes at least a chunk for a row anyway.
         wave_cost = self._runner.smallest_chunk
         if models.is_recurrent(self._model):
-            self._store = SnapshotStore(self._rows, self._length, self._snapshots, wave_cost)
-        else:
-            self._store = PrefixStore(self._rows, self._length, wave_cost)
+            size = self._rows, self._length, self._snapshots, wave_cost
+            return [SnapshotStore(*size) for _ in range(devices)]
+        return [PrefixStore(self._rows, self._length, wave_cost) for _ in range(devices)]
 
     def _swap(self) -> None:
         params, version, future = self._swaps[0]
@@ -436,25 +453,51 @@ class EmbeddedEngine:
 
     def _admit(self) -> None:
         """Moves waiting requests to free slots and computes what their prompts do not share."""
-        admitted: list[tuple[Placement, np.ndarray]] = []
-        while self._waiting and len(self._running) < self._max_running:
-            completion = self._waiting[0]
-            placement = self._store.place(completion.prompt)
+        admitted: list[tuple[int, Placement, np.ndarray]] = []
+        for completion in list(self._waiting):
+            if len(self._running) == self._max_running:
+                break
+            device = self._choose(completion.prompt)
+            if device is None:
+                continue  # until there is room where its prefix is
+            placement = self._stores[device].place(completion.prompt)
             if placement is None:
                 break
-            self._waiting.popleft()
-            completion.row, completion.cached = placement.row, placement.cached
+            self._waiting.remove(completion)
+            completion.device, completion.row = device, placement.row
+            completion.cached = placement.cached
             self._running.append(completion)
-            admitted.append((placement, completion.prompt[:-1]))
-        self._store.settle()
-        for wave in range(max((p.wave for p, _ in admitted), default=-1) + 1):
-            members = [(p, tokens) for p, tokens in admitted if p.wave == wave]
-            self._runner.fork([(p.source, p.row) for p, _ in members if p.source is not None])
-            self._runner.remember([(p.memory, p.row) for p, _ in members if p.memory is not None])
-            self._runner.prefill([(p.row, p.cached, tokens) for p, tokens in members])
+            admitted.append((device, placement, completion.prompt[:-1]))
+        for store in self._stores:
+            store.settle()
+        for wave in range(max((p.wave for _, p, _ in admitted), default=-1) + 1):
+            members = [(d, p, tokens) for d, p, tokens in admitted if p.wave == wave]
+            self._runner.fork([(d, p.source, p.row) for d, p, _ in members if p.source is not None])
             self._runner.remember(
-                [(p.row, p.snapshot) for p, _ in members if p.snapshot is not None]
+                [(d, p.memory, p.row) for d, p, _ in members if p.memory is not None]
             )
+            self._runner.prefill([(d, p.row, p.cached, tokens) for d, p, tokens in members])
+            self._runner.remember(
+                [(d, p.row, p.snapshot) for d, p, _ in members if p.snapshot is not None]
+            )
+
+    def _choose(self, prompt: np.ndarray) -> int | None:
+        """The device for a prompt; None if it has to wait for the one that holds its prefix.
+
+        That is the one that can reuse most of it, if that is half of the prompt or more; else
+        the one with the fewest running (this project's rule).
+        """
+        busy = [
+            sum(c.device == device for c in self._running) for device in range(len(self._stores))
+        ]
+        if len(self._stores) == 1:
+            return 0 if busy[0] < self._slots else None
+        cached = [store.match(prompt)[1] for store in self._stores]
+        best = int(np.argmax(cached))
+        if 2 * cached[best] >= len(prompt) - 1:
+            return best if busy[best] < self._slots else None
+        free = int(np.argmin(busy))
+        return free if busy[free] < self._slots else None
 
     def _decode(self) -> None:
         """Samples a block of tokens for all running completions and hands out what has ended."""

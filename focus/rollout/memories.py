@@ -40,12 +40,12 @@ def put(cache: Any, work: Any, row: Array) -> dict[str, Any]:
 
 
 def copy(cache: qwen3_5.Cache, source: Array, target: Array, count: Array) -> qwen3_5.Cache:
-    """Copies memory `source[i]` over memory `target[i]` for the first `count` pairs, in order."""
+    """Copies memory `source[i]` over `target[i]` for the first `count[0]` pairs, in order."""
 
     def one(i, delta):
         return jax.tree.map(lambda x: x.at[target[i]].set(x[source[i]]), delta)
 
-    return dataclasses.replace(cache, delta=jax.lax.fori_loop(0, count, one, cache.delta))
+    return dataclasses.replace(cache, delta=jax.lax.fori_loop(0, count[0], one, cache.delta))
 
 
 def real(config: models.Config, counts: Array) -> dict[str, Array]:

@@ -9,17 +9,22 @@ Prefill never samples: it fills a prompt up to its last token, and decoding star
 that one. Both work on a contiguous copy of the rows and columns in use, made once a call, so
 that a short sequence does not pay for the longest one that the cache has room for, and write
 back only what is new. The cache itself is donated and updated in place.
+
+Rows are spread over devices, and every device runs the same program on rows of its own: arguments
+are cut along their first axis, weights are whole everywhere, and nobody waits for anybody else
+inside a program. What follows is written for one device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from focus.policy import model as models
 from focus.rollout import memories, sampling
@@ -105,7 +110,7 @@ def put_columns(cache: Cache, work: Cache, row: Array, start: Array, count: int)
 
 
 def fork(cache: Cache, source: Array, target: Array, count: Array) -> Cache:
-    """Copies row `source[i]` over row `target[i]` for the first `count` pairs, in order."""
+    """Copies row `source[i]` over row `target[i]` for the first `count[0]` pairs, in order."""
 
     def one(i, columns):
         def copy(x):
@@ -114,7 +119,7 @@ def fork(cache: Cache, source: Array, target: Array, count: Array) -> Cache:
 
         return jax.tree.map(copy, columns)
 
-    k, v = jax.lax.fori_loop(0, count, one, (cache.k, cache.v))
+    k, v = jax.lax.fori_loop(0, count[0], one, (cache.k, cache.v))
     return dataclasses.replace(cache, k=k, v=v)
 
 
@@ -168,7 +173,7 @@ def decode(
       weights: parameters.
       cache: the whole cache, donated.
       slots: N slots.
-      leave_after: scalar int32 >= 1.
+      leave_after: [1] int32 >= 1.
       length: static number of columns; every slot needs
         `slots.length + min(steps, what it has left + 1) <= length`: a slot that has ended
         keeps writing one column behind its tokens.
@@ -184,7 +189,7 @@ def decode(
     def alive(state):
         step, _, _, _, active, _, _ = state
         ended = jnp.sum(entered & ~active)
-        return (step < steps) & jnp.any(active) & (ended < leave_after)
+        return (step < steps) & jnp.any(active) & (ended < leave_after[0])
 
     def body(state):
         step, work, token, count, active, tokens, logps = state
@@ -222,13 +227,13 @@ class Programs:
 
     Args:
       config: shape of the model.
-      rows: rows of the cache, the scratch row included.
+      rows: rows of the cache that a device has, the scratch row included.
       row_length: columns of the cache.
-      num_memories: recurrent memories, those of the rows included.
+      num_memories: recurrent memories of a device, those of the rows included.
       steps: tokens of one decode call.
       max_stop_ids: width of `Slots.stop_ids`.
-      max_forks: pairs of one fork call.
-      device: where everything runs.
+      max_forks: pairs of one fork call and device.
+      devices: what to run on. Sizes of calls are those of one device.
     """
 
     def __init__(
@@ -241,21 +246,27 @@ class Programs:
         steps: int,
         max_stop_ids: int,
         max_forks: int,
-        device: jax.Device,
+        devices: Sequence[jax.Device],
     ):
         self._config = config
         self._steps = steps
         self._max_stop_ids = max_stop_ids
         self._max_forks = max_forks
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
         # A trainer's mesh may be the context; these programs must not be compiled for it.
         self._mesh = jax.make_mesh(
-            (1,), ("engine",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device]
+            (len(devices),),
+            ("engine",),
+            axis_types=(jax.sharding.AxisType.Auto,),
+            devices=devices,
         )
+        self._spread = NamedSharding(self._mesh, PartitionSpec("engine"))
+        self._whole = NamedSharding(self._mesh, PartitionSpec())
         self._compiled: dict[tuple, Callable] = {}
-        self._cache = self._described(
-            jax.eval_shape(lambda: memories.init_cache(config, rows, row_length, num_memories))
+        size = len(devices)
+        self._new_cache = functools.partial(
+            memories.init_cache, config, size * rows, row_length, size * num_memories
         )
+        self._cache = _placed(jax.eval_shape(self._new_cache), self._spread)
         self._weights: Weights | None = None
 
     @property
@@ -263,25 +274,37 @@ class Programs:
         """Programs compiled so far."""
         return len(self._compiled)
 
+    def new_cache(self) -> Cache:
+        """An empty cache, spread over the devices."""
+        return jax.device_put(self._new_cache(), self._spread)
+
+    def spread(self, *arguments: Any) -> Any:
+        """NumPy arguments of a program, [devices * n, ...], cut up along their first axis."""
+        return jax.device_put(arguments, self._spread)
+
+    def replicate(self, params: Params) -> Params:
+        """Parameters on every device."""
+        return jax.device_put(params, self._whole)
+
     def unstack(self, params: Params) -> Callable:
         """Program `params -> Weights` for parameters of these dtypes."""
         dtypes = tuple(str(p.dtype) for p in jax.tree.leaves(params))
-        described = self._described(params)
         function = functools.partial(unstack, self._config)
+        described = _placed(params, self._whole)
         if self._weights is None:
-            self._weights = self._described(jax.eval_shape(function, described))
-        return self._get(("unstack", dtypes), function, (), described)
+            self._weights = _placed(jax.eval_shape(function, described), self._whole)
+        return self._get(("unstack", dtypes), function, (), described, out=self._whole)
 
     def fork(self) -> Callable:
         """Program `(cache, source, target, count) -> cache`."""
         pairs = self._array((self._max_forks,))
-        return self._get(("fork",), fork, (0,), self._cache, pairs, pairs, self._array(()))
+        return self._get(("fork",), fork, (0,), self._cache, pairs, pairs, self._array((1,)))
 
     def remember(self) -> Callable:
         """Program `(cache, source, target, count) -> cache`."""
         pairs = self._array((self._max_forks,))
         return self._get(
-            ("remember",), memories.copy, (0,), self._cache, pairs, pairs, self._array(())
+            ("remember",), memories.copy, (0,), self._cache, pairs, pairs, self._array((1,))
         )
 
     def prefill(self, size: int, chunk: int, length: int) -> Callable:
@@ -311,17 +334,35 @@ class Programs:
             seed=self._array((size, 2), jnp.uint32),
         )
         key = ("decode", size, length, filtered)
-        return self._get(key, function, (1,), self._weights, self._cache, slots, self._array(()))
+        return self._get(key, function, (1,), self._weights, self._cache, slots, self._array((1,)))
 
-    def _get(self, key: tuple, function: Callable, donated: tuple[int, ...], *shapes) -> Callable:
+    def _get(
+        self,
+        key: tuple,
+        function: Callable,
+        donated: tuple[int, ...],
+        *shapes: Any,
+        out: NamedSharding | None = None,
+    ) -> Callable:
         if key not in self._compiled:
-            jitted = jax.jit(function, donate_argnums=donated)
+            mapped = jax.shard_map(
+                function,
+                mesh=self._mesh,
+                in_specs=jax.tree.map(lambda x: x.sharding.spec, shapes),
+                out_specs=(out or self._spread).spec,
+                check_vma=False,
+            )
             with jax.set_mesh(self._mesh):
+                jitted = jax.jit(mapped, donate_argnums=donated)
                 self._compiled[key] = jitted.lower(*shapes).compile()
         return self._compiled[key]
 
     def _array(self, shape: tuple[int, ...], dtype=jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+        """An argument of which each device gets this shape."""
+        shape = (shape[0] * self._mesh.size, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._spread)
 
-    def _described(self, tree):
-        return jax.tree.map(lambda x: self._array(x.shape, x.dtype), tree)
+
+def _placed(tree: Any, sharding: NamedSharding) -> Any:
+    """Shapes and dtypes of a tree, as arguments that lie so."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

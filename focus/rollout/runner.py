@@ -1,7 +1,9 @@
-"""Owns the weights and the cache on the device, and lays work out in bucketed batches.
+"""Owns the weights and the cache on the devices, and lays work out in bucketed batches.
 
 Between the scheduler, which thinks in completions and rows, and the programs, which exist for a
-few shapes only: lists are cut and padded here. Padding reads and writes one scratch row.
+few shapes only: lists are cut and padded here. Padding reads and writes one scratch row. All
+devices run the same program at the same time, each on rows of its own, so the longest list and
+the longest sequence among them decide which.
 """
 
 from __future__ import annotations
@@ -13,16 +15,17 @@ import jax
 import numpy as np
 
 from focus.policy import model as models
-from focus.rollout import memories, sampling
+from focus.rollout import sampling
 from focus.rollout.completion import Completion
 from focus.rollout.programs import Programs, Slots
 
 
 class Runner:
-    """Runs fork, remember, prefill and decode over rows of one cache.
+    """Runs fork, remember, prefill and decode over rows of a cache.
 
     Args:
       model: shape of the model.
+      devices: what to run on; numbers of rows and memories are those of one of them.
       rows: rows that completions may use.
       row_length: tokens a row has room for.
       snapshots: memories of a recurrent model beside those of the rows.
@@ -41,6 +44,7 @@ class Runner:
         self,
         model: models.Config,
         *,
+        devices: Sequence[jax.Device],
         rows: int,
         row_length: int,
         snapshots: int,
@@ -65,7 +69,7 @@ class Runner:
         self._prefill_buckets = _buckets("prefill_buckets", prefill_buckets, longest_chunk)
         self._batch_buckets = _buckets("batch_buckets", batch_buckets, max_running)
         self._steps = min(decode_steps, narrowest)
-        self._device = jax.local_devices()[0]
+        self._num_devices = len(devices)
         self.programs = Programs(
             model,
             rows=rows + 1,
@@ -74,7 +78,7 @@ class Runner:
             steps=self._steps,
             max_stop_ids=max_stop_ids,
             max_forks=max_running,
-            device=self._device,
+            devices=devices,
         )
         self.prefill_calls = 0
         self.decode_calls = 0
@@ -93,14 +97,11 @@ class Runner:
     def reset(self) -> None:
         """Makes an empty cache; a failed call may have lost the one that it was given."""
         self._cache = None  # free the old one before its successor is made
-        cache = memories.init_cache(
-            self._model, self._rows + 1, self._row_length, self._num_memories
-        )
-        self._cache = jax.device_put(cache, self._device)
+        self._cache = self.programs.new_cache()
 
     def install(self, params: models.Params) -> None:
         """Serves copies of these parameters from now on."""
-        params = jax.device_put(params, self._device)
+        params = self.programs.replicate(params)
         self._weights = self.programs.unstack(params)(params)
 
     def warmup(self, *, filtered: bool) -> None:
@@ -115,74 +116,92 @@ class Runner:
                 for cut in (False, True) if filtered else (False,):
                     self.programs.decode(size, length, cut)
 
-    def fork(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies rows: `(source, target)`, at most `max_running` pairs."""
+    def fork(self, pairs: list[tuple[int, int, int]]) -> None:
+        """Copies rows: `(device, source, target)`, at most `max_running` pairs a device."""
         if pairs:
             self._cache = self.programs.fork()(self._cache, *self._pairs(pairs))
 
-    def remember(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies memories: `(source, target)`, at most `max_running` pairs."""
+    def remember(self, pairs: list[tuple[int, int, int]]) -> None:
+        """Copies memories: `(device, source, target)`, at most `max_running` pairs a device."""
         if pairs:
             self._cache = self.programs.remember()(self._cache, *self._pairs(pairs))
 
-    def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[jax.Array, ...]:
-        padded = np.full((2, self._max_running), self._rows, np.int32)
-        padded[:, : len(pairs)] = np.array(pairs, np.int32).T
-        return jax.device_put((padded[0], padded[1], np.int32(len(pairs))), self._device)
+    def _pairs(self, pairs: list[tuple[int, int, int]]) -> tuple[jax.Array, ...]:
+        source, target = np.full((2, self._num_devices, self._max_running), self._rows, np.int32)
+        count = np.zeros(self._num_devices, np.int32)
+        for device, *pair in pairs:
+            source[device, count[device]], target[device, count[device]] = pair
+            count[device] += 1
+        return self.programs.spread(source.ravel(), target.ravel(), count)
 
-    def prefill(self, spans: list[tuple[int, int, np.ndarray]]) -> None:
+    def prefill(self, spans: list[tuple[int, int, int, np.ndarray]]) -> None:
         """Computes keys and values of known tokens, in chunks.
 
         Args:
-          spans: `(row, start, tokens)`: the row holds `tokens[:start]` and lacks the rest.
+          spans: `(device, row, start, tokens)`: the row holds `tokens[:start]` and lacks the rest.
         """
         largest = self._prefill_buckets[-1]
-        while spans := [span for span in spans if span[1] < len(span[2])]:
-            chunks = collections.defaultdict(list)
-            for span in spans:
-                need = min(len(span[2]) - span[1], largest)
-                chunks[_bucket(self._prefill_buckets, need)].append(span)
+        while spans := [span for span in spans if span[2] < len(span[3])]:
+            chunks = collections.defaultdict(lambda: [[] for _ in range(self._num_devices)])
+            for device, row, start, tokens in spans:
+                need = min(len(tokens) - start, largest)
+                chunk = _bucket(self._prefill_buckets, need)
+                chunks[chunk][device].append((row, start, tokens))
             for chunk, members in sorted(chunks.items()):
                 for batch in _batches(members, self._batch_buckets):
                     self._prefill_batch(chunk, batch)
-            spans = [(row, start + largest, tokens) for row, start, tokens in spans]
+            spans = [(device, row, start + largest, t) for device, row, start, t in spans]
 
-    def _prefill_batch(self, chunk: int, spans: list[tuple[int, int, np.ndarray]]) -> None:
-        need = min(max(start for _, start, _ in spans) + chunk, self._row_length)
-        length = _bucket(self._cache_buckets, need)
-        size = _bucket(self._batch_buckets, len(spans))
-        row = np.full(size, self._rows, np.int32)
-        window = np.zeros((size, chunk), np.int32)
-        first, counts = np.zeros((2, size), np.int32)
-        for i, (target, start, tokens) in enumerate(spans):
-            # At the end of the context the chunk moves left and repeats a few known columns.
-            row[i], first[i] = target, min(start, length - chunk)
-            known = tokens[first[i] : first[i] + chunk]
-            window[i, : len(known)], counts[i] = known, len(known)
-        arguments = jax.device_put((row, window, first, counts), self._device)
+    def _prefill_batch(self, chunk: int, spans: list[list[tuple[int, int, np.ndarray]]]) -> None:
+        furthest = max(start for of_device in spans for _, start, _ in of_device)
+        length = _bucket(self._cache_buckets, min(furthest + chunk, self._row_length))
+        size = _bucket(self._batch_buckets, max(map(len, spans)))
+        row = np.full((self._num_devices, size), self._rows, np.int32)
+        window = np.zeros((self._num_devices, size, chunk), np.int32)
+        first, counts = np.zeros((2, self._num_devices, size), np.int32)
+        for device, of_device in enumerate(spans):
+            for i, (target, start, tokens) in enumerate(of_device):
+                # At the end of the context the chunk moves left and repeats a few known columns.
+                at = (device, i)
+                row[at], first[at] = target, min(start, length - chunk)
+                known = tokens[first[at] : first[at] + chunk]
+                window[at][: len(known)], counts[at] = known, len(known)
+        arguments = self.programs.spread(
+            row.ravel(), window.reshape(-1, chunk), first.ravel(), counts.ravel()
+        )
         program = self.programs.prefill(size, chunk, length)
         self._cache = program(self._weights, self._cache, *arguments)
         self.prefill_calls += 1
 
     def decode(self, running: list[Completion]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Samples 1 to `decode_steps` tokens for every completion.
+        """Samples up to `decode_steps` tokens for every completion, one or more on each device.
 
         Returns:
-          `(tokens [n], logp [n])` for each; the call ends early when a quarter has ended.
+          `(tokens [n], logp [n])` for each; a device leaves early when a third has ended.
         """
+        by_device = [
+            [s for s in running if s.device == device] for device in range(self._num_devices)
+        ]
         # One column more than it has left: an ended slot keeps writing behind its tokens.
         need = max(s.held + min(self._steps, s.budget - len(s.output) + 1) for s in running)
-        size = _bucket(self._batch_buckets, len(running))
+        size = _bucket(self._batch_buckets, max(map(len, by_device)))
         length = _bucket(self._cache_buckets, need)
         program = self.programs.decode(size, length, any(s.filtered for s in running))
-        # A quarter gone pays for leaving: callers may come back, or a smaller batch go on.
-        leave_after = np.int32(max(1, len(running) // 4))
-        arguments = jax.device_put((self._slots(running, size), leave_after), self._device)
+        # A third gone pays for leaving: callers may come back, or a smaller batch go on.
+        leave_after = np.array([max(1, len(s) // 3) for s in by_device], np.int32)
+        slots = [self._slots(of_device, size) for of_device in by_device]
+        slots = jax.tree.map(lambda *x: np.concatenate(x), *slots)
+        arguments = self.programs.spread(slots, leave_after)
         self._cache, *sampled = program(self._weights, self._cache, *arguments)
         tokens, logp, count = jax.device_get(sampled)
         self.decode_calls += 1
-        new = [int(count[i]) - len(s.output) for i, s in enumerate(running)]
-        return [(tokens[i, :n], logp[i, :n]) for i, n in enumerate(new)]
+        place = {
+            completion: device * size + i
+            for device, of_device in enumerate(by_device)
+            for i, completion in enumerate(of_device)
+        }
+        new = [(place[s], int(count[place[s]]) - len(s.output)) for s in running]
+        return [(tokens[i, :n], logp[i, :n]) for i, n in new]
 
     def _slots(self, running: list[Completion], size: int) -> Slots:
         """Lays completions out as arrays; padding has nothing to generate."""
@@ -226,13 +245,14 @@ def _bucket(buckets: tuple[int, ...], size: int) -> int:
     return next(bucket for bucket in buckets if bucket >= size)
 
 
-def _batches(items: list, buckets: tuple[int, ...]) -> list[list]:
-    """Cuts a list so that only the last batch may fill less than half of its bucket."""
+def _batches(lists: list[list], buckets: tuple[int, ...]) -> list[list[list]]:
+    """Cuts lists alike, so that the longest part of only the last batch may fill less than half
+    of its bucket."""
     batches = []
-    while items:
-        above = next((bucket for bucket in buckets if bucket >= len(items)), buckets[-1])
-        below = [bucket for bucket in buckets if bucket <= len(items)]
-        size = above if 2 * len(items) >= above or not below else below[-1]
-        batches.append(items[:size])
-        items = items[size:]
+    while most := max(map(len, lists)):
+        above = next((bucket for bucket in buckets if bucket >= most), buckets[-1])
+        below = [bucket for bucket in buckets if bucket <= most]
+        size = above if 2 * most >= above or not below else below[-1]
+        batches.append([items[:size] for items in lists])
+        lists = [items[size:] for items in lists]
     return batches
