@@ -97,6 +97,77 @@ def test_collectives_count_as_often_as_their_loops_run():
     }
 
 
+# A gather that starts before a loop, goes on inside a product of each of its 7 rounds, and ends
+# behind it, as the TPU compiler hides gathers of weights behind what is computed meanwhile.
+OVERLAPPED = """HloModule jit_overlapped, is_scheduled=true
+
+%start (p.1: bf16[8,4]) -> (bf16[8,4], bf16[32,4]) {
+  %p.1 = bf16[8,4]{1,0} parameter(0)
+  %g.1 = bf16[32,4]{1,0} all-gather(%p.1), channel_id=1, dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_end":"-1","flag_start":"-1"}}
+  ROOT %t.1 = (bf16[8,4]{1,0}, bf16[32,4]{1,0}) tuple(%p.1, %g.1)
+}
+
+%step (p.2: bf16[8,4], q.2: bf16[32,4], x.2: f32[16]) -> (f32[16], bf16[8,4], bf16[32,4]) {
+  %p.2 = bf16[8,4]{1,0} parameter(0)
+  %q.2 = bf16[32,4]{1,0} parameter(1)
+  %x.2 = f32[16]{0} parameter(2)
+  %y.2 = f32[16]{0} negate(%x.2)
+  %g.2 = bf16[32,4]{1,0} all-gather(%p.2), channel_id=1, dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_end":"8","flag_start":"2"}}
+  ROOT %t.2 = (f32[16]{0}, bf16[8,4]{1,0}, bf16[32,4]{1,0}) tuple(%y.2, %p.2, %g.2)
+}
+
+%body (p.3: (f32[16], bf16[8,4], bf16[32,4])) -> (f32[16], bf16[8,4], bf16[32,4]) {
+  %p.3 = (f32[16]{0}, bf16[8,4]{1,0}, bf16[32,4]{1,0}) parameter(0)
+  %x.3 = f32[16]{0} get-tuple-element(%p.3), index=0
+  %a.3 = bf16[8,4]{1,0} get-tuple-element(%p.3), index=1
+  %b.3 = bf16[32,4]{1,0} get-tuple-element(%p.3), index=2
+  ROOT %f.3 = (f32[16]{0}, bf16[8,4]{1,0}, bf16[32,4]{1,0}) fusion(%a.3, %b.3, %x.3), \
+kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%step
+}
+
+%condition (p.4: (f32[16], bf16[8,4], bf16[32,4])) -> pred[] {
+  %p.4 = (f32[16]{0}, bf16[8,4]{1,0}, bf16[32,4]{1,0}) parameter(0)
+  ROOT %more.4 = pred[] custom-call(%p.4), custom_call_target="more"
+}
+
+%done (p.5: bf16[8,4], q.5: bf16[32,4]) -> bf16[32,4] {
+  %p.5 = bf16[8,4]{1,0} parameter(0)
+  %q.5 = bf16[32,4]{1,0} parameter(1)
+  ROOT %g.5 = bf16[32,4]{1,0} all-gather(%p.5), channel_id=1, dimensions={0}, \
+backend_config={"async_collective_fusion_config":{"flag_end":"8","flag_start":"2"}}
+}
+
+ENTRY %main (a: bf16[8,4], x: f32[16]) -> bf16[32,4] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %x = f32[16]{0} parameter(1)
+  %s = (bf16[8,4]{1,0}, bf16[32,4]{1,0}) fusion(%a), kind=kCustom, \
+output_to_operand_aliasing={{0}: (0, {})}, calls=%start
+  %a.6 = bf16[8,4]{1,0} get-tuple-element(%s), index=0
+  %g.6 = bf16[32,4]{1,0} get-tuple-element(%s), index=1
+  %t.6 = (f32[16]{0}, bf16[8,4]{1,0}, bf16[32,4]{1,0}) tuple(%x, %a.6, %g.6)
+  %loop = (f32[16]{0}, bf16[8,4]{1,0}, bf16[32,4]{1,0}) while(%t.6), condition=%condition, \
+body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  %a.7 = bf16[8,4]{1,0} get-tuple-element(%loop), index=1
+  %g.7 = bf16[32,4]{1,0} get-tuple-element(%loop), index=2
+  ROOT %d = bf16[32,4]{1,0} fusion(%a.7, %g.7), kind=kCustom, \
+output_to_operand_aliasing={{}: (1, {})}, calls=%done
+}
+"""
+
+
+def test_a_collective_that_is_spread_over_a_loop_happens_once():
+    (gather,) = hlo.collectives(hlo.parse(OVERLAPPED))
+    assert (gather.kind, gather.count, gather.num_bytes) == ("all-gather", 1, 32 * 4 * 2)
+    # Each round reads and writes what it negates. The gather itself moves bytes at its ends.
+    ends = hlo.hbm_bytes(hlo.parse(OVERLAPPED)) - 7 * 2 * 16 * 4
+    assert 32 * 4 * 2 <= ends <= 2 * (32 + 8) * 4 * 2
+    # Without the mark every round counts.
+    unmarked = OVERLAPPED.replace('"flag_start":"2"', '"flag_start":"-1"')
+    assert sum(c.count for c in hlo.collectives(hlo.parse(unmarked))) == 9
+
+
 def test_groups_are_read_in_every_notation():
     found = {c.kind: c.group for c in hlo.collectives(hlo.parse(LOOPS))}
     assert found["all-gather"] == (0, 2, 4, 6)  # columns of a 4 x 2 array

@@ -242,7 +242,8 @@ def collectives(module: Module) -> list[Collective]:
     """Every collective of a program, in the order of execution.
 
     A reduce-scatter that the TPU compiler has lowered to a fusion of an all-reduce and a slice
-    counts as what it is.
+    counts as what it is. One that advances step by step inside other fusions, perhaps in a loop,
+    counts where it starts.
     """
     found = []
     for _, instruction, times in _Walk(module)():
@@ -261,13 +262,31 @@ def collectives(module: Module) -> list[Collective]:
 def _collective_of(module: Module, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in COLLECTIVES:
-        yield opcode, instruction
+        if not _is_under_way(instruction):
+            yield opcode, instruction
     elif opcode == "fusion":
         for name in instruction.called("calls"):
             scatter = "all-reduce-scatter" in name
             for inner in module.computations[name]:
                 for kind, leaf in _collective_of(module, inner):
                     yield ("reduce-scatter" if scatter and kind == "all-reduce" else kind), leaf
+
+
+def _is_under_way(collective: Instruction) -> bool:
+    """Whether this is a later step of an asynchronous collective that has started before."""
+    flag = re.search(
+        r'"async_collective_fusion_config":\{[^}]*"flag_start":"(-?\d+)"', collective.attributes
+    )
+    return flag is not None and flag.group(1) != "-1"
+
+
+def _advances_collective(module: Module, fusion: Instruction) -> bool:
+    """Whether a fusion takes a collective that is under way one step further, or ends it."""
+    return any(
+        _is_under_way(inner) or (inner.opcode == "fusion" and _advances_collective(module, inner))
+        for name in fusion.called("calls")
+        for inner in module.computations[name]
+    )
 
 
 def _parts(shape: str) -> list[str]:
@@ -360,6 +379,18 @@ def _traffic(module: Module, instruction: Instruction, shapes: dict[str, str]) -
 def _fusion_traffic(
     module: Module, instruction: Instruction, operands: list[int], result: int
 ) -> int:
+    if _advances_collective(module, instruction):
+        # The arrays that the collective reads and fills pass through; they counted at its start.
+        shape = instruction.shape
+        parts = [
+            shape_bytes(part, hbm_only=True)
+            for part in (_parts(shape) if shape.startswith("(") else [shape])
+        ]
+        for output, operand in re.findall(
+            r"\{(\d*)\}: \((\d+), \{[\d, ]*\}", instruction.attributes
+        ):
+            operands[int(operand)] = parts[int(output or 0)] = 0
+        result = sum(parts)
     total = sum(
         _read(module, instruction, position, size) for position, size in enumerate(operands) if size
     )
