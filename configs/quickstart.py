@@ -164,6 +164,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.learner.epochs = 1
     c.learner.micro_rows = 4
     c.learner.row_length = 512
+    c.learner.logprob_chunk = 0  # tokens of a row whose logits exist at a time; 0: by size
     c.learner.max_nodes = 32
     c.learner.max_states = 64
     c.learner.row_buckets = (256, 512, 1024)  # trajectories of a step, padded

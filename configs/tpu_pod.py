@@ -62,12 +62,13 @@ MODELS = {
     },
 }
 
-# name -> (model, slice, rows of a micro-batch, what the backward pass finds ready)
+# name -> (model, slice, rows of a micro-batch, what the backward pass finds ready, tokens of a row
+# whose logits exist at a time; 0 chooses by size)
 PRESETS = {
-    "qwen3_8b": ("qwen3_8b", "v5p:4x4x4", 64, "full"),
-    "qwen3_32b": ("qwen3_32b", "v5p:4x4x8", 128, "full"),
-    "qwen3_5_9b": ("qwen3_5_9b", "v5p:4x4x4", 64, "full"),
-    "qwen3_5_9b_v5e": ("qwen3_5_9b", "v5e:8x8", 64, "chunks"),
+    "qwen3_8b": ("qwen3_8b", "v5p:4x4x4", 64, "full", 0),
+    "qwen3_32b": ("qwen3_32b", "v5p:4x4x8", 128, "full", 0),
+    "qwen3_5_9b": ("qwen3_5_9b", "v5p:4x4x4", 64, "full", 0),
+    "qwen3_5_9b_v5e": ("qwen3_5_9b", "v5e:8x8", 64, "chunks", 512),  # 16 GB a chip
 }
 
 
@@ -75,7 +76,7 @@ def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
     """The configuration of `preset`; keys that are not set here are those of the quickstart."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    model, _, micro_rows, remat = PRESETS[preset]
+    model, _, micro_rows, remat, logprob_chunk = PRESETS[preset]
     c = _QUICKSTART["get_config"]("focus")
     c.budget = 2_000_000
     c.task.max_turns = 30
@@ -106,6 +107,7 @@ def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
         minibatches=2,
         micro_rows=micro_rows,
         row_length=16384,
+        logprob_chunk=logprob_chunk,
         max_nodes=32,
         max_states=128,
     )

@@ -27,6 +27,7 @@ from focus.policy import hf, tool_calls
 from focus.policy import model as models
 from focus.policy.chat import TemplateChat, load_chat
 from focus.policy.lora import LoraConfig, adapter_shapes
+from focus.policy.rounded import check_format
 from focus.policy.tokens import Chat
 from focus.rollout import (
     Agent,
@@ -36,6 +37,7 @@ from focus.rollout import (
     StepConfig,
     validate_step,
 )
+from focus.rollout.embedded import num_devices
 from focus.rollout.staleness import MIXED_VERSIONS
 from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tools import ToolCalls
@@ -99,7 +101,15 @@ def validate(config: ml_collections.ConfigDict) -> None:
             f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "
             "sglang needs the URL of every server, the embedded engine is in this process"
         )
+    if c.rollout.engine == "embedded":
+        num_devices(c.rollout.devices, c.rollout.max_running)
     loss_config(c)
+    if c.learner.logprob_chunk < 0:
+        raise ValueError(
+            f"learner.logprob_chunk must be >= 0 (0 chooses by size), got {c.learner.logprob_chunk}"
+        )
+    if "warm_start" in c and c.warm_start.products is not None:
+        check_format(c.warm_start.products)
     if c.model.max_context > c.learner.row_length:
         raise ValueError(
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "

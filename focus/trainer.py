@@ -79,7 +79,7 @@ class Trainer:
             num_kv_heads=model.num_kv_heads,
         )
         self._optimizer = make_optimizer(experiment.optimizer_config(config))
-        policy = policy_model(model)
+        policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
         frozen = None if self.adapters is None else self.adapters.frozen
         self.score = make_score_fn(

@@ -309,7 +309,7 @@ def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
 
     state, shardings = sharding.init_sharded(init, jax.random.key(seed), mesh=mesh)
     update = make_supervised_update(
-        policy_model(model, w.products),
+        policy_model(model, products=w.products),
         optimizer,
         UpdateConfig(micro_rows=w.batch_rows, seed=seed),
         mesh=mesh,

@@ -43,20 +43,25 @@ class PolicyModel:
       hidden: `(params, rows) -> [R, L, H]` final hidden states of packed rows.
       unembedding: `params -> [V, H]`.
       shares_prefixes: whether rows may be prefix trees, see `check_rows`.
+      logprob_chunk: tokens of a row whose logits exist at a time; None chooses by size.
     """
 
     hidden: Callable[[Params, Rows], Array]
     unembedding: Callable[[Params], Array]
     shares_prefixes: bool = True
+    logprob_chunk: int | None = None
 
 
-def policy_model(config: models.Config, products: str | None = None) -> PolicyModel:
+def policy_model(
+    config: models.Config, *, products: str | None = None, logprob_chunk: int | None = None
+) -> PolicyModel:
     """A `PolicyModel` of any family.
 
     Args:
       config: shape of the model.
       products: format that operands of products with weights are rounded to, see
         `focus.policy.rounded`; None leaves them in the dtype of the model.
+      logprob_chunk: see `PolicyModel`.
 
     Raises:
       ValueError: no such format.
@@ -77,7 +82,9 @@ def policy_model(config: models.Config, products: str | None = None) -> PolicyMo
             visible_until=rows.visible_until if shares_prefixes else None,
         )
 
-    return PolicyModel(hidden, lambda params: models.unembedding(config, params), shares_prefixes)
+    return PolicyModel(
+        hidden, lambda params: models.unembedding(config, params), shares_prefixes, logprob_chunk
+    )
 
 
 def check_rows(model: PolicyModel, rows: Rows) -> None:
@@ -129,7 +136,13 @@ def row_logprobs(
       meaning at padding and at the first token of a sequence.
     """
     before = take_positions(hidden, rows.parent)
-    return chunked_logprobs(before, model.unembedding(params), rows.tokens, temperature=temperature)
+    return chunked_logprobs(
+        before,
+        model.unembedding(params),
+        rows.tokens,
+        temperature=temperature,
+        chunk=model.logprob_chunk,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,6 +79,21 @@ class EngineStats:
         return self.prompt_tokens - self.cached_tokens
 
 
+def num_devices(wanted: int, max_running: int) -> int:
+    """Local devices that an engine runs on: `wanted` of them, or for -1 as many as it can use.
+
+    Raises:
+      ValueError: there are not so many, or more than completions that run together.
+    """
+    most = min(jax.local_device_count(), max_running)
+    if wanted != -1 and not 1 <= wanted <= most:
+        raise ValueError(
+            f"rollout.devices must be -1 or lie in [1, {most}] (local devices, and not more than "
+            f"max_running), got {wanted}"
+        )
+    return most if wanted == -1 else wanted
+
+
 class EmbeddedEngine:
     """A rollout engine in this process, behind the `Engine` protocol.
 
@@ -138,13 +153,7 @@ class EmbeddedEngine:
                 f"cache_length must lie in [2, {model.max_context}] (the model's max_context), "
                 f"got {length}"
             )
-        local = jax.local_devices()
-        if devices != -1 and not 1 <= devices <= min(len(local), max_running):
-            raise ValueError(
-                f"devices must be -1 or lie in [1, {min(len(local), max_running)}] (local devices, "
-                f"and not more than max_running), got {devices}"
-            )
-        devices = min(len(local), max_running) if devices == -1 else devices
+        devices = num_devices(devices, max_running)
         if decode_steps < 1:
             raise ValueError(f"decode_steps must be >= 1, got {decode_steps}")
         if cache_buckets is None:
@@ -164,7 +173,7 @@ class EmbeddedEngine:
         self._loader = loader
         self._runner = Runner(
             model,
-            devices=local[:devices],
+            devices=jax.local_devices()[:devices],
             rows=self._rows,
             row_length=length,
             snapshots=self._snapshots,

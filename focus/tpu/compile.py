@@ -168,7 +168,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
         attention=model.attention,
         num_kv_heads=model.num_kv_heads,
     )
-    policy = policy_model(model)
+    policy = policy_model(model, logprob_chunk=c.learner.logprob_chunk or None)
     optimizer = make_optimizer(experiment.optimizer_config(c))
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(

@@ -190,7 +190,9 @@ def memory_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str,
         layer = max(layer, (8 * weights + 6 * tokens * outputs + inside) / tensor)
         if model.remat not in ("full", "chunks"):
             kept += 2.0 * count * tokens * outputs / tensor
-    logits = min(logprobs.LOGITS_PER_CHUNK[model.dtype], tokens * model.vocab_size / tensor)
+    chunk = config.learner.logprob_chunk * (tokens / config.learner.row_length)  # of all rows
+    most = chunk * model.vocab_size / tensor if chunk else logprobs.LOGITS_PER_CHUNK[model.dtype]
+    logits = min(most, tokens * model.vocab_size / tensor)
     return {
         "state": (28 if own else 16) * models.num_params(model) / layout.slice_.num_chips,
         "activations": kept,
