@@ -24,7 +24,9 @@ same time: the larger counts. The times of a micro-batch are, with `flops` as ex
 
     compute      flops / (C F e_f)
     weights      6 P / n_t (n_f - 1) / n_f / b_f
-                                       bfloat16, gathered forward and backward; gradients scattered
+                                       bfloat16, gathered forward and backward; gradients scattered;
+                                       twice that in three dimensions, where the compiler gathers
+                                       by adding up parts that are zero elsewhere
     activations  2 t M x 4 A x (2 or 3) (n_t - 1) / n_t / b_t
                                        a layer gathers and scatters twice forward (and again where
                                        it is rematerialised) and backward
@@ -237,7 +239,9 @@ def run_seconds(
     beside, inside = _groups(layout)
 
     def gathered(num_bytes, group):
-        return num_bytes * (len(group) - 1) / len(group) / slice_.ring_bytes_per_s(group)
+        sent = num_bytes * (len(group) - 1) / len(group)
+        in_space = all(len(set(places)) > 1 for places in zip(*group)) and len(group[0]) == 3
+        return (2 if in_space else 1) * sent / slice_.ring_bytes_per_s(group)
 
     weights = gathered(2 * params / layout.tensor, beside)
     activations = gathered(2 * _tokens(config, layout) * model.d_model, inside)
