@@ -91,6 +91,11 @@ def validate(config: ml_collections.ConfigDict) -> None:
             )
     if c.steps < 1:
         raise ValueError(f"steps must be >= 1, got {c.steps}")
+    if c.evaluate.every < 0 or c.checkpoint.every < 1:
+        raise ValueError(
+            f"evaluate.every={c.evaluate.every} and checkpoint.every={c.checkpoint.every} are "
+            "numbers of steps, at least 0 (no evaluation on the way) and at least 1"
+        )
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have

@@ -185,7 +185,8 @@ class _Run:
             self._record(step, collected, tally, learned)
 
         latest, last = None, self.done == config.steps
-        if last or self.done % config.evaluate.every == 0:
+        every = config.evaluate.every
+        if last or (every and self.done % every == 0):
             latest = await self._evaluate(clock)
             metrics |= latest.to_dict()
             progress.add(technical_failures=latest.technical_failures)

@@ -46,6 +46,8 @@ def shrunk(method="focus", **overrides):
         ("focus", {"branching.rule": "none"}, r"rule 'none' does not go with base_fraction"),
         ("vineppo", {"branching.rule": "none", "branching.base_fraction": 1.0}, "continuations"),
         ("focus", {"learner.row_length": 64}, r"row_length 64 is shorter than .*max_context 192"),
+        ("focus", {"evaluate.every": -1}, r"evaluate\.every=-1 .* at least 0"),
+        ("focus", {"checkpoint.every": 0}, r"checkpoint\.every=0 .* at least 1"),
         ("focus", {"learner.logprob_chunk": -1}, r"logprob_chunk must be >= 0.*got -1"),
         ("focus", {"warm_start.products": "int4"}, r"products must be None or one of.*'int4'"),
         ("focus", {"rollout.devices": 9}, r"devices must be -1 or lie in.*got 9"),

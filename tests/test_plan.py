@@ -140,7 +140,7 @@ def test_formulas_agree_with_compiled_programs(path):
     for name, run in estimate.run_seconds(config, chips, 1.0).items():
         compiled = programs[name]["time"]
         if name == "optimizer":
-            assert run.compute == pytest.approx(compiled["memory_s"], rel=0.1)
+            assert run.compute == pytest.approx(compiled["memory_s"], rel=0.2)
         else:
             assert run.compute == pytest.approx(compiled["compute_s"])
             assert run.collectives / 2 < compiled["collective_s"] < 2 * run.collectives
@@ -150,8 +150,14 @@ def test_formulas_agree_with_compiled_programs(path):
 def test_a_plan_from_a_report_is_near_the_one_from_formulas(path):
     report = json.loads(path.read_text())
     config = tpu_pod.get_config(report["config"])
-    formulas = make(config, report["topology"], servers=2)
     compiled = make(config, report["topology"], servers=2, report=report)
+    chips = layout(config, report["topology"])
+    if compiled.peak_bytes > plan.USABLE_MEMORY * chips.slice_.chip.hbm_bytes:
+        # Formulas leave a tenth of the memory free; a compiler's own count need not.
+        with pytest.raises(ValueError, match="use more chips"):
+            make(config, report["topology"], servers=2)
+        return
+    formulas = make(config, report["topology"], servers=2)
     assert compiled.learner_s == pytest.approx(formulas.learner_s, rel=0.2)
     assert compiled.seconds["decode"] == formulas.seconds["decode"]
 
