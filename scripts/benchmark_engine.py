@@ -2,7 +2,7 @@
 
     python scripts/benchmark_engine.py --agents 64
 
-Three loads on a random model of 0.9 million parameters, all of them warm:
+Three loads on a random model of the quickstart's shape (0.9 million parameters), all of them warm:
   decode    one long completion an agent, no prefix shared
   turns     agents that write a short turn, read a long observation, and go on
   branches  short continuations from random turns of those agents
@@ -25,12 +25,12 @@ from focus.rollout.engine import GenerateRequest, SamplingParams
 
 MODEL = transformer.ModelConfig(
     vocab_size=768,
-    d_model=128,
-    num_layers=4,
-    num_heads=4,
+    d_model=192,
+    num_layers=2,
+    num_heads=6,
     num_kv_heads=2,
     head_dim=32,
-    d_ff=384,
+    d_ff=512,
     max_context=384,
 )
 
@@ -93,12 +93,17 @@ def main() -> None:
     parser.add_argument("--observed", type=int, default=50, help="tokens of an observation")
     parser.add_argument("--branches", type=int, default=128, help="continuations to play")
     parser.add_argument("--decode-steps", type=int, default=16, help="tokens of a decode call")
+    parser.add_argument(
+        "--cpu-devices", type=int, default=2, help="what a CPU is made to look like"
+    )
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", options.cpu_devices)
 
     engine = EmbeddedEngine(
         MODEL,
         transformer.init_params(MODEL, jax.random.key(0)),
         decode=str,
+        devices=-1,
         max_running=options.agents,
         decode_steps=options.decode_steps,
     )

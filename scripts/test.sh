@@ -8,4 +8,4 @@ source "$(dirname "$0")/setup.sh" dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 exec .venv/bin/python -m pytest -m "not long and not sglang" \
-  -n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile "$@"
+  -n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile --durations=25 "$@"

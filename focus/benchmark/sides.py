@@ -1,11 +1,12 @@
 """The sides of the comparison: how each library does the same work.
 
-Every side is tuned as its users would: ours packs rollouts into rows with each shared prefix
-once, and keeps keys and values between the turns of an agent. transformers runs on all cores with
-its default (fused) attention and fused AdamW; sequences are sorted by length, and a micro-batch is
-padded to its longest; turns are generated in batches of waiting agents, padded on the left, until
-the longest of a batch has ended, and no keys survive a turn. tunix (`PeftTrainer`, full
-parameters, update only) does not pack: the batch is padded to its longest sequence.
+Every side is tuned as its users would: ours spreads rows over two devices that a CPU is made to
+look like, packs rollouts into rows with each shared prefix once, and keeps keys and values between
+the turns of an agent. transformers runs on all cores with its default (fused) attention and fused
+AdamW; sequences are sorted by length, and a micro-batch is padded to its longest; turns are
+generated in batches of waiting agents, padded on the left, until the longest of a batch has ended,
+and no keys survive a turn. tunix (`PeftTrainer`, full parameters, update only) does not pack: the
+batch is padded to its longest sequence.
 
 Whatever is timed also says what it found (`Timed.found`), so that work that is not the same
 cannot be compared.
@@ -165,7 +166,9 @@ def _decode_ours(config, params, plays: list[Play], work: Work) -> Timed:
             "retained": len(plays),
             "decode_steps": 8,
         }
-    engine = EmbeddedEngine(config, params, decode=str, max_running=work.in_flight, **shapes)
+    engine = EmbeddedEngine(
+        config, params, decode=str, devices=-1, max_running=work.in_flight, **shapes
+    )
     count = iter(range(10**9))
 
     async def write(prompt: tuple[int, ...], new: int, seed: int, temperature: float = 1.0):
