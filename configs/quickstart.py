@@ -98,6 +98,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.timeout_s = 120.0
     c.rollout.on_failure = "wait"  # for all attempts; or proceed without rollouts that failed once
     c.rollout.proceed_fraction = 0.9  # this share of a step has ended well
+    c.rollout.max_logp_difference = 1.0  # mean of a step, engine to trainer; above, the run stops
     c.rollout.dead_after_s = 300.0  # without a server the run saves itself and stops
 
     c.context = ml_collections.ConfigDict()

@@ -48,7 +48,14 @@ from focus.tasks.deep_search import make_deep_search
 TASKS = {"deep_search": make_deep_search}
 
 # What a resumed run may change: how long it goes on, and what is written down.
-MAY_DIFFER = ("steps", "cache_dir", "evaluate.every", "checkpoint", "log")
+MAY_DIFFER = (
+    "steps",
+    "cache_dir",
+    "rollout.max_logp_difference",
+    "evaluate.every",
+    "checkpoint",
+    "log",
+)
 
 VALUES_FROM = ("before", "crossfit", "after")
 UNCERTAINTIES = ("ensemble", "posterior")

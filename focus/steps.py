@@ -22,7 +22,15 @@ from focus.learner import hosts
 from focus.learner.packing import PackedRows
 from focus.learner.state import TrainState
 from focus.learner.update import PolicyBatch, Scores
-from focus.rollout import Collected, EpisodeCost, RolloutsAhead, StepPlay, Stopwatch, Tally
+from focus.rollout import (
+    Collected,
+    EngineError,
+    EpisodeCost,
+    RolloutsAhead,
+    StepPlay,
+    Stopwatch,
+    Tally,
+)
 from focus.task_order import TaskOrder
 from focus.trainer import Trainer
 from focus.types import CreditBatch
@@ -116,6 +124,10 @@ async def tally_step(collected: Collected, play: StepPlay, order: TaskOrder) -> 
 # Learning.
 
 
+class EngineMismatch(EngineError):
+    """The engine samples from another model than the one that is trained."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Learned:
     """What a step has taught.
@@ -151,6 +163,7 @@ def learn(
 
     Raises:
       FloatingPointError: a loss that is not finite.
+      EngineMismatch: the engine samples from another model than is trained.
     """
     config = trainer.config
     trajectories = collected.tree.trajectories
@@ -195,6 +208,8 @@ def learn(
         state, update_metrics = trainer.update(state, policy_batch)
 
     dose = hosts.total(int(np.count_nonzero(policy_batch.mask & (policy_batch.advantages != 0))))
+    agreement = _agreement(packed, scores, batch, policy_batch)
+    _check_agreement(agreement["logp_difference/mean"], config.rollout.max_logp_difference)
     return Learned(
         state=state,
         values=values,
@@ -202,7 +217,7 @@ def learn(
         metrics={
             **{f"policy/{name}": value for name, value in update_metrics.items()},
             **{f"critic/{name}": value for name, value in critic_metrics.items()},
-            **_agreement(packed, scores, batch, policy_batch),
+            **agreement,
             "credit/std": _advantage_std(policy_batch),
             "dose/tokens": dose,
             "dose/steps": update_metrics["optimizer_steps"],
@@ -236,6 +251,17 @@ def _agreement(
         "logp_difference/max": None if mean is None else largest,
         "logp_difference/mean_stale": _mean(difference[generated & stale]),
     }
+
+
+def _check_agreement(mean: float | None, most: float) -> None:
+    if mean is not None and mean > most:
+        raise EngineMismatch(
+            f"log-probs of sampled tokens differ by {mean:.2g} on average between engine and "
+            f"trainer, and rollout.max_logp_difference is {most:g}: the engine runs another model "
+            "(a config.json that differs in rope_theta or norms loads the same weights without a "
+            "complaint). scripts/check_server.py compares a server with a directory; nothing of "
+            "this step was trained"
+        )
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -307,6 +307,7 @@ def sglang_process(model_path: str, log: Path, version: str = "v0") -> ServerPro
 def router_process(workers, log: Path) -> ServerProcess:
     """The real router in front of workers."""
     program = ["bash", str(ROOT / "scripts" / "sglang_cpu.sh"), "router"]
+    program += ["--prometheus-port", str(free_port())]  # else one router a machine
     return ServerProcess([*program, "--policy", "cache_aware", "--worker-urls", *workers], log)
 
 

@@ -12,6 +12,7 @@ import pytest
 import tiny
 from conftest import REPOSITORY
 
+import focus.trainer
 from focus import experiment
 from focus.journal import read_json_lines
 from focus.learner.checkpoint import Checkpointer
@@ -19,6 +20,7 @@ from focus.metrics import read_metrics
 from focus.policy import transformer
 from focus.rollout import GenerateRequest, SamplingParams
 from focus.rollout.embedded import EmbeddedEngine
+from focus.steps import EngineMismatch
 from focus.train import train
 from focus.trainer import Trainer
 
@@ -181,6 +183,23 @@ def test_a_loss_that_is_nan_stops_the_run_and_loses_nothing(stopped, monkeypatch
     assert summary["success_after"] == straight.summary["success_after"]
     assert summary["generated_tokens"] == straight.summary["generated_tokens"]
     assert summary["replayed"]["rollouts"] > 0
+
+
+def test_an_engine_that_runs_another_model_stops_the_run(stopped, monkeypatch):
+    config, workdir = stopped
+    real = focus.trainer.make_score_fn
+
+    def another(*args, **options):
+        score = real(*args, **options)
+        # As of a server whose config.json has other rotary embeddings.
+        return lambda params, rows: score(params | {"final_norm": -params["final_norm"]}, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(focus.trainer, "make_score_fn", another)
+        with pytest.raises(EngineMismatch, match=r"on average .* is 1: the engine runs another"):
+            train(config, workdir)
+    assert Checkpointer(workdir).latest_step == 2
+    assert train(config, workdir)["steps"] == 3
 
 
 def test_a_learning_rate_that_ruins_the_policy_stops_the_run(prepare, tmp_path):

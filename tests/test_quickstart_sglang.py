@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import backends
 import pytest
 import tiny
 
@@ -21,7 +22,8 @@ def tiny_config(fleet):
     small = tiny.get_config()
     for section in ("task", "model", "warm_start", "context", "critic", "learner", "evaluate"):
         config[section] = small[section]
-    config.model.qk_norm = True  # as in `backends.MODEL`, so that the servers can load it
+    # As in `backends.MODEL`, which is what the servers have been started with.
+    config.model.update(qk_norm=True, rope_theta=backends.MODEL.rope_theta)
     config.budget, config.steps, config.checkpoint.every = small.budget, 6, 1
     served = config.rollout
     config.rollout = small.rollout
