@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -39,8 +40,8 @@ class Backend(Protocol):
     engine: Engine
     retry: RetryPolicy
 
-    def publisher(self, workdir: Path, attempt: int) -> Push:
-        """How weights get to the engine in this attempt of a run."""
+    def publisher(self, workdir: Path) -> Push:
+        """How weights get to the engine in this process's part of a run."""
 
     def warmup(self) -> None:
         """Compiles what requests will need."""
@@ -76,9 +77,9 @@ class Embedded:
             **embedded_sizes(c),
         )
 
-    def publisher(self, workdir: Path, attempt: int) -> Push:
-        """Weights die with the process, so their names need no attempt."""
-        del workdir, attempt
+    def publisher(self, workdir: Path) -> Push:
+        """Weights die with the process, so the step is name enough."""
+        del workdir
 
         async def push(params: Any, step: int) -> None:
             await self.engine.set_params(hosts.local(params), version_name(step))
@@ -148,11 +149,10 @@ class Servers:
             pushes=hosts.is_first(),
         )
 
-    def publisher(self, workdir: Path, attempt: int) -> Push:
-        """Servers outlive the process: an attempt's weights have names of their own."""
-        return Publisher(
-            workdir / "weights", self._model, self.engine, dtype=self._dtype, attempt=attempt
-        )
+    def publisher(self, workdir: Path) -> Push:
+        """Servers outlive the process, and may hold a version 0 already: names say whose it is."""
+        run = hosts.gather(secrets.token_hex(4))[0]
+        return Publisher(workdir / "weights", self._model, self.engine, dtype=self._dtype, run=run)
 
     def warmup(self) -> None:
         """Servers warm themselves up."""

@@ -133,7 +133,7 @@ def evaluate_run(
 
     async def run() -> Evaluation:
         async with trainer.engine:
-            push = trainer.backend.publisher(workdir / "evaluation", attempt=0)
+            push = trainer.backend.publisher(workdir / "evaluation")
             await push(trainer.rollout_params(restored.state), restored.step)
             return await evaluate(
                 trainer.eval_agent,

@@ -121,7 +121,7 @@ class _Run:
         self.state, self.progress, self.done = start
         self._first = self.done
         self._journal, self._checkpointer = journal, checkpointer
-        self._push = trainer.backend.publisher(workdir, journal.attempt)
+        self._push = trainer.backend.publisher(workdir)
         self._order = trainer.task_order(self.progress.cursor, self.progress.owed)
         self._slots = Slots(self.config.rollout.max_running)
         self._plays: dict[int, StepPlay] = {}

@@ -34,15 +34,16 @@ TrajectoryEnd = Literal["terminal", "turn_limit", "context_limit", "format", "bu
 VersionSpan = tuple[str, int, int]
 
 
-def version_name(step: int, attempt: int = 0) -> str:
+def version_name(step: int, run: str = "") -> str:
     """Name of the weights after `step` training steps, e.g. "v12".
 
     Args:
       step: finished training steps.
-      attempt: of the process that trains, where weights outlive it: what a resumed run trains
-        again differs from what servers may still hold under the same step. "v12-1".
+      run: hexadecimal digits of the process that trains, where weights outlive it. Servers may
+        still hold what another run, or this one before it was resumed, called by the same step.
+        "v12-5f0c3a91".
     """
-    return f"v{step}-{attempt}" if attempt else f"v{step}"
+    return f"v{step}-{run}" if run else f"v{step}"
 
 
 def version_step(name: str) -> int:
@@ -51,7 +52,7 @@ def version_step(name: str) -> int:
     Raises:
       ValueError: the name is not one of `version_name`'s.
     """
-    match = re.fullmatch(r"v(\d+)(-\d+)?", name)
+    match = re.fullmatch(r"v(\d+)(-[0-9a-f]+)?", name)
     if match is None:
         raise ValueError(
             f"weights are called {name!r}, which is not a version of this run (v<step>): push the "

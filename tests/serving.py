@@ -28,7 +28,8 @@ class ServerThread:
 
     Args:
       model: shape of the policy.
-      start: the warm start; what is served first is called "default".
+      start: the warm start. What is served first is another model under the name "v0", as another
+        run may have left it: nothing of it may be taken for the run's own.
       rollout: `config.rollout`.
       token_s: see `SlowEngine`.
     """
@@ -66,10 +67,10 @@ class ServerThread:
         chat = self._start.chat
         engine = SlowEngine(
             self._model,
-            self._start.params,
+            self._start.params | {"final_norm": -self._start.params["final_norm"]},
             decode=chat.decode,
             **embedded_sizes(self._rollout),
-            weight_version="default",
+            weight_version="v0",
             loader=lambda path: hf.load_checkpoint(path)[1],
         )
         engine.token_s = self._token_s

@@ -37,8 +37,8 @@ def directories(root):
     return sorted(entry.name for entry in root.iterdir())
 
 
-def publisher(root, fleet, attempt=0):
-    return Publisher(root, SMALL, fleet, dtype="float32", attempt=attempt)
+def publisher(root, fleet, run=""):
+    return Publisher(root, SMALL, fleet, dtype="float32", run=run)
 
 
 async def test_servers_load_what_the_learner_has_and_the_old_version_goes(tmp_path):
@@ -77,10 +77,10 @@ async def test_a_resumed_run_writes_beside_what_servers_may_still_hold(tmp_path)
     await first(make_params(SMALL, seed=0), 1)
     await first(make_params(SMALL, seed=1), 2)
     (tmp_path / ".partial-v3").mkdir()  # killed while it was written
-    again = publisher(tmp_path, fleet, attempt=1)
+    again = publisher(tmp_path, fleet, run="a1")
     await again(make_params(SMALL, seed=0), 1)
-    assert directories(tmp_path) == ["v1-1"]
-    assert [version for version, _ in fleet.loaded] == ["v1", "v2", "v1-1"]
+    assert directories(tmp_path) == ["v1-a1"]
+    assert [version for version, _ in fleet.loaded] == ["v1", "v2", "v1-a1"]
 
 
 async def test_weights_that_no_server_takes_leave_the_old_ones(tmp_path):

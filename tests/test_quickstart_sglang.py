@@ -12,6 +12,7 @@ import tiny
 from configs import quickstart_sglang
 from focus.journal import read_json_lines
 from focus.train import train
+from focus.types import version_step
 
 pytestmark = pytest.mark.sglang
 
@@ -70,7 +71,7 @@ def test_a_run_survives_a_worker_that_is_killed_and_restarted(real_fleet, prepar
     assert all(r["outcome"] is None for r in rollouts if r["end"] == "failed")
     assert summary["technical_failures"] == sum(r["end"] == "failed" for r in rollouts) == 0
     for rollout in rollouts:
-        assert {version for version, _, _ in rollout["versions"]} <= {f"v{rollout['step']}"}
+        assert {version_step(version) for version, _, _ in rollout["versions"]} <= {rollout["step"]}
         assert sum(end - start for _, start, end in rollout["versions"]) == sum(
             rollout["tokens"].values()
         )

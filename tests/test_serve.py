@@ -58,7 +58,7 @@ async def test_a_batch_comes_back_in_order_with_ids_of_its_own():
     [
         (dict(data="{]"), "not valid JSON"),
         (dict(data="[1]"), "must be a JSON object"),
-        (dict(body=body([2], n=1)), r"unknown fields ['n']"),
+        (dict(body=body([2], n=1)), "unknown fields {'n': 1}"),
         (dict(body=body([])), "input_ids is empty"),
         (dict(body=body([VOCAB])), "outside the vocabulary"),
         (dict(body=body([[2], [3]], rid=["a"])), "as many as the 2 prompts"),

@@ -39,9 +39,9 @@ def batch(*trajectories, **options):
     return credit_batch(trajectories, **sizes, **options)
 
 
-def test_a_name_says_the_step_and_the_attempt():
-    assert version_name(12) == "v12" and version_name(12, attempt=1) == "v12-1"
-    assert [version_step(name) for name in ("v0", "v12", "v12-3")] == [0, 12, 12]
+def test_a_name_says_the_step_and_whose_it_is():
+    assert version_name(12) == "v12" and version_name(12, run="5f0c") == "v12-5f0c"
+    assert [version_step(name) for name in ("v0", "v12", "v12-5f0c")] == [0, 12, 12]
     for name in ("default", "12", "v12-", "v-1", "xv3", "v3.5"):
         with pytest.raises(ValueError, match="push the run's weights"):
             version_step(name)

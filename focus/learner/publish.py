@@ -1,7 +1,7 @@
 """Weights to servers, through a directory that the learner and all of them see.
 
-    weights/v12/          a model in the layout of Hugging Face, complete or not there
-    weights/.partial-v13  being written
+    weights/v12-5f0c3a91/          a model in the layout of Hugging Face, complete or not there
+    weights/.partial-v13-5f0c3a91  being written
 
 A version is written under another name, forced to disk, renamed and only then announced: a store
 shared by several hosts need not show them a file as soon as it is written. It is deleted when no
@@ -42,15 +42,15 @@ class Publisher:
       model: config of the model's family.
       servers: who loads them; in every process a client of the same fleet.
       dtype: of the files.
-      attempt: see `version_name`.
+      run: see `version_name`.
     """
 
-    def __init__(self, root: str | Path, model: Any, servers: Servers, *, dtype: str, attempt: int):
+    def __init__(self, root: str | Path, model: Any, servers: Servers, *, dtype: str, run: str):
         self._root = Path(root).resolve()
         self._model = model
         self._servers = servers
         self._dtype = dtype
-        self._attempt = attempt
+        self._run = run
 
     async def __call__(self, params: Any, step: int) -> None:
         """Publishes the weights after `step` training steps.
@@ -59,7 +59,7 @@ class Publisher:
           EngineError: no server has taken them.
           OSError: they could not be written.
         """
-        version = version_name(step, self._attempt)
+        version = version_name(step, self._run)
         path = self._root / version
         # Files take their time, and rollouts of other steps are going on.
         await asyncio.to_thread(self._write, path, params)

@@ -42,6 +42,7 @@ _OWN_SAMPLING = (
     "sampling_seed",
 )
 _FIXED_FIELDS = {"return_logprob": True, "stream": False}
+_WITHOUT_EFFECT = ("log_metrics", "no_logs")
 
 Spans = tuple[tuple[str, int, int], ...]
 
@@ -88,9 +89,11 @@ def from_payload(body: Any, *, rid: str) -> GenerateRequest:
     """
     if not isinstance(body, Mapping):
         raise ValueError(f"the body must be a JSON object, got {type(body).__name__}")
-    unknown = set(body) - {"rid", "input_ids", "sampling_params", *_FIXED_FIELDS}
+    known = {"rid", "input_ids", "sampling_params", *_FIXED_FIELDS, *_WITHOUT_EFFECT}
+    # A router fills in whatever the API has; what is off or null asks for nothing.
+    unknown = {n: body[n] for n in sorted(set(body) - known) if body[n] not in (None, False)}
     if unknown:
-        raise ValueError(f"unknown fields {sorted(unknown)}")
+        raise ValueError(f"unknown fields {unknown}")
     sampling = dict(body.get("sampling_params") or {})
     for name, only in (*_FIXED_SAMPLING.items(), *_FIXED_FIELDS.items()):
         given = (sampling if name in _FIXED_SAMPLING else body).get(name, only)
