@@ -22,12 +22,12 @@ from focus.types import Generation, Segment, State, Trajectory
 TASKS = ("update", "score", "decode")
 SHAPES = ("dense", "rollouts")
 SIZES = {
-    "tiny": ModelConfig(
+    "tiny": ModelConfig(  # the quickstart's
         vocab_size=768,
         d_model=192,
         num_layers=2,
         num_heads=6,
-        num_kv_heads=6,
+        num_kv_heads=2,
         head_dim=32,
         d_ff=512,
         max_context=512,
