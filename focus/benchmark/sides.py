@@ -155,6 +155,7 @@ def _decode_ours(config, params, plays: list[Play], work: Work) -> Timed:
             "cache_buckets": (length,),
             "prefill_buckets": (work.length,),
             "batch_buckets": (work.in_flight,),
+            "decode_steps": work.new_tokens,  # all requests end at the same time
             "retained": 0,
         }
     else:
