@@ -1,4 +1,4 @@
-"""Train a one-million-parameter search agent on a laptop, in a few minutes.
+"""Train a one-million-parameter search agent on a laptop, in eight minutes.
 
 The agent answers two- to four-hop questions about countries by calling a search engine. It is
 warm-started on episodes of an error-prone scripted agent and then trained from outcomes alone.
@@ -6,9 +6,9 @@ warm-started on episodes of an error-prone scripted agent and then trained from 
     python scripts/train.py --config configs/quickstart.py --workdir runs/focus
     python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo
 
-Expected on two cores: ten to fifteen minutes in all, of which four to six are the warm start
-(once, then kept) and five to seven are training; held-out success from 0.26 to 0.6 (0.60 to 0.68
-over three seeds, see docs/quickstart.md).
+Expected on two cores: about eight minutes in all, of which three and a half are the warm start
+(once, then kept) and four are training; held-out success from 0.23 to 0.6 (see
+docs/quickstart.md).
 
 The argument names the method: focus (default), focus_summarize (FOCUS with a context that the
 policy itself has to compact), grpo, vineppo, ppo, self_credit (summaries cite turns, and cited
