@@ -77,6 +77,8 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.rollout.urls = ()  # one of every worker,
     c.rollout.router_url = ""  # and where generations go, if not to the workers themselves
     c.rollout.weights_dtype = "float32"  # of the weights that servers are given
+    # weights: all of them in every step, adapters merged; adapter: the base once, then only what
+    c.rollout.push = "weights"  # learner.lora trains, to servers with --enable-lora
     c.rollout.async_depth = 0  # steps whose base rollouts may be played while the learner works
     c.rollout.mixed_versions = "keep"  # keep or drop rollouts during which the weights changed
     c.rollout.devices = -1  # local devices that the embedded engine spreads over; -1: all

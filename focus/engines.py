@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import ml_collections
 
 from focus.learner import hosts
-from focus.learner.publish import Publisher
+from focus.learner.publish import AdapterPublisher, Publisher
 from focus.policy import model as models
 from focus.policy.tokens import Chat
 from focus.rollout import Engine, FleetDead, RetryPolicy
@@ -129,6 +129,7 @@ class Servers:
         del params
         c = config.rollout
         self._model, self._dtype = model, c.weights_dtype
+        self._publish = AdapterPublisher if c.push == "adapter" else Publisher
         # The client tries again by itself and waits for servers that are away. A request that it
         # gives up has one more chance, unless the step goes on without it.
         patience_s = c.attempts * c.timeout_s + c.dead_after_s
@@ -152,7 +153,9 @@ class Servers:
     def publisher(self, workdir: Path) -> Push:
         """Servers outlive the process, and may hold a version 0 already: names say whose it is."""
         run = hosts.gather(secrets.token_hex(4))[0]
-        return Publisher(workdir / "weights", self._model, self.engine, dtype=self._dtype, run=run)
+        return self._publish(
+            workdir / "weights", self._model, self.engine, dtype=self._dtype, run=run
+        )
 
     def warmup(self) -> None:
         """Servers warm themselves up."""
@@ -173,6 +176,8 @@ class Servers:
 
 # rollout.engine -> backend(config, model, chat, params)
 ENGINES = {"embedded": Embedded, "sglang": Servers}
+# What servers are given in every step: a whole model, or the adapter of one that they have.
+PUSHES = ("weights", "adapter")
 
 
 async def alive_everywhere(rollouts: Awaitable[T]) -> T:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from focus.context import CONTEXT_MANAGERS, ContextManager
 from focus.credit.registry import ESTIMATORS
 from focus.critic.head import CriticConfig
-from focus.engines import ENGINES
+from focus.engines import ENGINES, PUSHES
 from focus.learner import hosts
 from focus.learner.backbone import BackboneCritic, BackboneOptions
 from focus.learner.channels import read_channels
@@ -77,6 +77,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
     c = config
     _choose("task.name", c.task.name, TASKS)
     _choose("rollout.engine", c.rollout.engine, ENGINES)
+    _choose("rollout.push", c.rollout.push, PUSHES)
     _choose("rollout.mixed_versions", c.rollout.mixed_versions, MIXED_VERSIONS)
     _choose("rollout.on_failure", c.rollout.on_failure, ON_FAILURE)
     _choose("context.manager", c.context.manager, CONTEXT_MANAGERS)
@@ -112,6 +113,12 @@ def validate(config: ml_collections.ConfigDict) -> None:
         raise ValueError(
             f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "
             "sglang needs the URL of every server, the embedded engine is in this process"
+        )
+    if c.rollout.push == "adapter" and not (lora and c.rollout.engine == "sglang"):
+        raise ValueError(
+            f"rollout.push='adapter' does not go with learner.lora.rank={c.learner.lora.rank} and "
+            f"rollout.engine={c.rollout.engine!r}: it is for servers of a run that trains "
+            "adapters; set learner.lora.rank and rollout.engine='sglang', or rollout.push='weights'"
         )
     if c.rollout.engine == "embedded":
         num_devices(c.rollout.devices, c.rollout.max_running)

@@ -132,8 +132,12 @@ class Trainer:
         return compilations()
 
     def rollout_params(self, state: TrainState) -> Any:
-        """The parameters that the engine is to sample with: plain ones, with adapters merged."""
-        return state.params if self.adapters is None else self.adapters.merge(state)
+        """The parameters that the engine is to sample with, adapters merged or, where they are
+        pushed apart from their base, attached."""
+        if self.adapters is None:
+            return state.params
+        apart = self.config.rollout.push == "adapter"
+        return self.adapters.attach(state) if apart else self.adapters.merge(state)
 
     def save_adapter(self, path: Path, state: TrainState) -> None:
         """Writes the adapters in the layout of PEFT; nothing where all parameters are trained."""

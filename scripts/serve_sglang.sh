@@ -15,6 +15,8 @@
 #   CONTEXT        model.max_context of the run                     32768
 #   RUNNING        requests that a worker decodes at once           256
 #   VERSION        name of the weights it starts with               launch
+#   LORA_RANK      learner.lora.rank of a run that pushes adapters  0: none
+#   LORA_TARGETS   projections that its adapters may sit on         all of a dense model
 #   LOGS           directory of the logs                            runs/sglang
 #
 # A run then takes rollout.urls (the workers) and rollout.router_url; scripts/check_server.py tells
@@ -58,6 +60,18 @@ flags=(
   --watchdog-timeout 300
   --enable-metrics
 )
+
+if ((${LORA_RANK:-0})); then
+  # For rollout.push=adapter. SGLang 0.5.23 has no place for adapters on in_proj_* of Qwen3.5: leave
+  # those out of learner.lora.targets, and out_proj too, unless LORA_TARGETS=all.
+  read -ra targets <<< "${LORA_TARGETS:-q_proj k_proj v_proj o_proj gate_proj up_proj down_proj}"
+  flags+=(
+    --enable-lora --max-lora-rank "$LORA_RANK" --lora-target-modules "${targets[@]}"
+    # Places on the GPU: the adapter of now, two that long requests began with, and none at all,
+    # which health checks ask for.
+    --max-loras-per-batch 4
+  )
+fi
 
 pids=()
 stop() {

@@ -7,7 +7,8 @@
 #   bash scripts/sglang_cpu.sh fleet --model-path DIR [FLAGS OF sglang.launch_server]
 #
 # A fleet is a router at ${PORT:-30000} and two workers at the next ports, until Ctrl-C. Contexts are
-# the model's; a run that uses all of them needs --context-length with 8 more.
+# the model's; a run that uses all of them needs --context-length with 8 more. One that pushes
+# adapters needs --enable-lora --max-lora-rank R --lora-target-modules q_proj k_proj ...
 #
 # Its torch and JAX do not go together, so it has an environment of its own, kept in
 # ${FOCUS_CACHE:-~/.cache/focus} under a hash of what is installed: four minutes the first time.
@@ -49,6 +50,24 @@ if __name__ == "__main__":
 LAUNCHER
 }
 
+lora_launcher() {
+  # Adapters lie in memory that is pinned for copies to a GPU; without one any memory will do.
+  cat <<'LAUNCHER'
+import torch
+
+
+def unpinned(make):
+    return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+
+for maker in ("arange", "empty", "tensor", "zeros"):
+    setattr(torch, maker, unpinned(getattr(torch, maker)))
+torch.Tensor.pin_memory = lambda tensor: tensor
+
+LAUNCHER
+  launcher
+}
+
 python="${PYTHON:-python3}"
 hash="$({ requirements; launcher; "$python" --version; } | sha256sum | cut -c1-16)"
 environment="${FOCUS_CACHE:-$HOME/.cache/focus}/sglang-$hash"
@@ -80,7 +99,14 @@ install() {
 launch() { # MODULE FLAGS...: replaces this shell, so that a signal reaches the server itself
   # Contexts are a little longer than the model's, because the server keeps six tokens back.
   export SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-  exec "$environment/venv/bin/python" "$environment/launch.py" "$@"
+  local program="$environment/launch.py"
+  if [[ " $* " == *" --enable-lora "* ]]; then
+    program="$environment/launch_lora.py"
+    lora_launcher > "$program.$$"
+    mv "$program.$$" "$program" # another worker may be reading it
+    set -- "$@" --lora-backend torch_native
+  fi
+  exec "$environment/venv/bin/python" "$program" "$@"
 }
 
 case "${1:-}" in
@@ -125,7 +151,7 @@ case "${1:-}" in
     wait
     ;;
   *)
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac

@@ -297,11 +297,13 @@ def serve_process(model_path: str, log: Path, version: str = "v0") -> ServerProc
     return ServerProcess([*program, "--weight-version", version, "--skip-server-warmup"], log)
 
 
-def sglang_process(model_path: str, log: Path, version: str = "v0") -> ServerProcess:
+def sglang_process(
+    model_path: str, log: Path, version: str = "v0", flags: tuple[str, ...] = ()
+) -> ServerProcess:
     """The real one; its environment is made if it is not there."""
     program = ["bash", str(ROOT / "scripts" / "sglang_cpu.sh"), "server"]
     sizes = ["--context-length", str(MODEL.max_context + 8), "--model-path", model_path]
-    return ServerProcess([*program, *sizes, "--weight-version", version], log)
+    return ServerProcess([*program, *sizes, "--weight-version", version, *flags], log)
 
 
 def router_process(workers, log: Path) -> ServerProcess:

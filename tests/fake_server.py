@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import contextvars
 import hashlib
 import json
 import os
@@ -50,8 +51,15 @@ def logp_of(version, ids, token, temperature):
     return -0.1 - (_number(version, tuple(ids), token, temperature) % 1000) / 250
 
 
+# The adapter that the request of this task is sampled with.
+ADAPTER = contextvars.ContextVar("adapter", default=None)
+
+
 class FakeModel:
-    """Tokens out of nowhere, one every `token_s` seconds; an `Engine`."""
+    """Tokens out of nowhere, one every `token_s` seconds; an `Engine`.
+
+    With an adapter it says what weights of that version say.
+    """
 
     def __init__(
         self, *, version="default", max_context=256, vocab_size=VOCAB, token_s=0.0, load_s=0.0
@@ -87,6 +95,7 @@ class FakeModel:
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
         cached = min(self._shared(prompt), len(prompt) - 1)
         ids, logp, version = list(prompt), [], self.version
+        source = ADAPTER.get() or version
         finish = None
         self.running.add(request.rid)
         try:
@@ -95,8 +104,8 @@ class FakeModel:
                 if request.rid in self._aborted:
                     finish = FinishReason("abort", message="aborted")
                     break
-                token = next_token(version, ids)
-                logp.append(logp_of(version, ids, token, sampling.temperature))
+                token = next_token(source, ids)
+                logp.append(logp_of(source, ids, token, sampling.temperature))
                 ids.append(token)
                 self.generated += 1
                 output = ids[len(prompt) :]
@@ -109,7 +118,7 @@ class FakeModel:
                     finish = FinishReason("length", length=len(output))
         finally:
             self.running.discard(request.rid)
-            self.held.append(tuple(ids))
+            self.held.append((ADAPTER.get(), tuple(ids)))
         output = tuple(ids[len(prompt) :])
         return GenerateResult(
             rid=request.rid,
@@ -124,10 +133,76 @@ class FakeModel:
 
     def _shared(self, prompt):
         longest = 0
-        for other in self.held:
+        for adapter, other in self.held:
+            if adapter != ADAPTER.get():
+                continue
             common = next((i for i, (a, b) in enumerate(zip(prompt, other)) if a != b), None)
             longest = max(longest, min(len(prompt), len(other)) if common is None else common)
         return longest
+
+
+class FakeService(Service):
+    """Our own server's routes, and those for adapters, as SGLang answers them.
+
+    Attributes:
+      adapters: directories, by name.
+      used: adapters of the requests that are running.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.adapters, self.used = {}, collections.Counter()
+        self._one_change = asyncio.Lock()
+
+    def application(self):
+        app = super().application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/load_lora_adapter", self._load_adapter)
+        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
+        return app
+
+    async def _answer(self, body):
+        name = body.get("lora_path")
+        if name is None:
+            return await super()._answer(body)
+        if name not in self.adapters:
+            raise ValueError(f"Got LoRA adapter that has never been loaded: {name}")
+        token = ADAPTER.set(name)
+        self.used[name] += 1
+        try:
+            return await super()._answer({k: v for k, v in body.items() if k != "lora_path"})
+        finally:
+            self.used[name] -= 1
+            ADAPTER.reset(token)
+
+    async def _models(self, http):
+        entries = [{"id": "fake", "root": "fake", "parent": None}]
+        entries += [
+            {"id": name, "root": path, "parent": "fake"} for name, path in self.adapters.items()
+        ]
+        return web.json_response({"object": "list", "data": entries})
+
+    async def _load_adapter(self, http):
+        body = await http.json()
+        name, path = body["lora_name"], body["lora_path"]
+        async with self._one_change:
+            if name in self.adapters or not os.path.isdir(path):
+                return self._changed(f"Failed to load LoRA adapter {name}")
+            self.adapters[name] = path
+            return self._changed()
+
+    async def _unload_adapter(self, http):
+        name = (await http.json())["lora_name"]
+        async with self._one_change:
+            if self.adapters.pop(name, None) is None:
+                return self._changed(f"LoRA with name {name} does not exist")
+            while self.used[name]:
+                await asyncio.sleep(0.001)
+            return self._changed()
+
+    def _changed(self, error=""):
+        answer = {"success": not error, "error_message": error, "loaded_adapters": self.adapters}
+        return web.json_response(answer, status=400 if error else 200)
 
 
 class FakeServer:
@@ -147,7 +222,9 @@ class FakeServer:
         too_long   more tokens than were allowed
 
     `update_faults` are those of weight updates: "500", "hang", "version" (loads, and keeps the
-    old name), "400". With `frozen` set nothing is answered any more, as by a stopped process.
+    old name), "400"; `adapter_faults` those of loading an adapter: "500", "hang", "400", "lost"
+    (says that it has, and has not). With `frozen` set nothing is answered any more, as by a stopped
+    process.
     """
 
     def __init__(self, **options):
@@ -155,6 +232,7 @@ class FakeServer:
         self.port = None
         self.faults = collections.deque()
         self.update_faults = collections.deque()
+        self.adapter_faults = collections.deque()
         self.frozen = False
         self.calls = []  # (path, body) of every request
         self._runner = None
@@ -176,7 +254,9 @@ class FakeServer:
         """Starts with fresh weights, as a process would."""
         self.model = FakeModel(**(self._options | options))
         self.frozen, self.health_checks = False, 0
-        self.service = Service(self.model, model_path="/tmp", decode=text_of, eos_token_ids=(EOS,))
+        self.service = FakeService(
+            self.model, model_path="/tmp", decode=text_of, eos_token_ids=(EOS,)
+        )
         app = self.service.application()
         app.middlewares.append(self._misbehave)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
@@ -216,6 +296,8 @@ class FakeServer:
             fault = self.faults.popleft() if self.faults else None
         elif http.path == "/update_weights_from_disk":
             fault = self.update_faults.popleft() if self.update_faults else None
+        elif http.path == "/load_lora_adapter":
+            fault = self.adapter_faults.popleft() if self.adapter_faults else None
         else:
             return await handler(http)
         if fault == "hang":
@@ -228,6 +310,8 @@ class FakeServer:
             return web.Response(text="{]", content_type="application/json")
         if fault == "version" and http.path == "/update_weights_from_disk":
             return web.json_response({"success": True, "message": "as if"})
+        if fault == "lost":
+            return web.json_response({"success": True, "error_message": "", "loaded_adapters": {}})
         answer = await handler(http)
         if fault in (None, "slow"):
             return answer

@@ -5,9 +5,10 @@ import socket
 import threading
 
 from aiohttp import web
+from fake_server import FakeService
 
 from focus.engines import embedded_sizes
-from focus.policy import hf
+from focus.policy import hf, lora, peft
 from focus.rollout.embedded import EmbeddedEngine
 from focus.rollout.serve import Service
 
@@ -23,6 +24,39 @@ class SlowEngine(EmbeddedEngine):
         return result
 
 
+class MergingService(FakeService):
+    """Samples with adapters by merging the one that is asked for, one after the other."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._merged, self._running, self._change = None, 0, asyncio.Condition()
+
+    async def _answer(self, body):
+        name = body.get("lora_path")
+        async with self._change:
+            await self._change.wait_for(lambda: name == self._merged or not self._running)
+            if name != self._merged:
+                await self.engine.set_params(self._with(name), self.engine.info().weight_version)
+                self._merged = name
+            self._running += 1
+        try:
+            return await super()._answer(body)
+        finally:
+            self._running -= 1
+            async with self._change:
+                self._change.notify_all()
+
+    async def _update(self, http):
+        self._merged = None
+        return await super()._update(http)
+
+    def _with(self, name):
+        config, params = hf.load_checkpoint(self._model_path)
+        if name is None:
+            return params
+        return lora.merge(params, peft.load_adapter(self.adapters[name], config)[1])
+
+
 class ServerThread:
     """A server for a run's config; `with` starts and stops it, `kill` and `start` do so between.
 
@@ -32,11 +66,12 @@ class ServerThread:
         run may have left it: nothing of it may be taken for the run's own.
       rollout: `config.rollout`.
       token_s: see `SlowEngine`.
+      service: its routes.
     """
 
-    def __init__(self, model, start, rollout, token_s=0.0):
+    def __init__(self, model, start, rollout, token_s=0.0, service=Service):
         self._model, self._start, self._rollout = model, start, rollout
-        self._token_s = token_s
+        self._token_s, self._service = token_s, service
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -74,7 +109,7 @@ class ServerThread:
             loader=lambda path: hf.load_checkpoint(path)[1],
         )
         engine.token_s = self._token_s
-        service = Service(engine, model_path="/none", decode=chat.decode)
+        service = self._service(engine, model_path="/none", decode=chat.decode)
         runner = web.AppRunner(
             service.application(), shutdown_timeout=0.01, handler_cancellation=True
         )

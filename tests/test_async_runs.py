@@ -6,7 +6,7 @@ import time
 
 import pytest
 import tiny
-from serving import ServerThread
+from serving import MergingService, ServerThread
 from test_train import journal
 
 from focus import experiment
@@ -172,6 +172,34 @@ def test_a_run_over_http_loses_its_server_saves_itself_and_ends_with_another(pre
         # The newest version alone is on disk, and what an evaluation of the run plays with.
         (directory,) = (tmp_path / "weights").iterdir()
         assert directory.name.startswith("v4-") and directory.name.partition("-")[2] in runs
+        assert evaluate_run(tmp_path)["success"] == pytest.approx(summary["success_after"])
+
+
+@pytest.mark.slow
+def test_a_run_pushes_adapters_alone_also_to_a_server_that_was_away(prepare, tmp_path):
+    overrides = {"rollout.push": "adapter", "learner.lora.rank": 8}
+    config = server_config("http://127.0.0.1:1", **overrides)
+    _, start = prepare(config)
+    options = {"token_s": 0.002, "service": MergingService}
+    server = ServerThread(experiment.model_config(config), start, config.rollout, **options)
+    config.rollout.urls = (server.url,)
+    with server:
+
+        def restart():
+            kill_after(server, tmp_path, 2).join()
+            server.start()
+
+        watcher = threading.Thread(target=restart)
+        watcher.start()
+        summary = train(config, tmp_path)
+        watcher.join()
+        lags = check_accounts(tmp_path, summary, depth=1)
+        assert lags[1] > 0
+        # What the server samples with base and adapter is what the learner scores.
+        check_agreement(records := read_metrics(tmp_path))
+        assert records[-1]["servers/updates"] > 1 + config.steps + 1  # and again after the restart
+        names = sorted(d.name.split("-")[0] for d in (tmp_path / "weights").iterdir())
+        assert names == ["base", "v3", "v4"]
         assert evaluate_run(tmp_path)["success"] == pytest.approx(summary["success_after"])
 
 

@@ -26,6 +26,9 @@ class Fleet:
     def versions(self):
         return self.reported
 
+    def adapters(self):
+        return {}
+
     async def load_weights(self, path, version):
         if self.fails:
             raise EngineError("no server has taken them")

@@ -55,14 +55,17 @@ class Adapters:
         Raises:
           ValueError: the state's adapters were trained on another base.
         """
-        found = int(jax.device_get(state.base_checksum))
-        if found != self._checksum:
-            raise ValueError(
-                f"these adapters were trained on parameters with checksum {found:08x}, and the "
-                f"run now starts from {self._checksum:08x}; bring back the model.path or the warm "
-                "start that it began with, or use another workdir"
-            )
+        self._check_base(state)
         return self._merge(self.frozen, state.params)
+
+    def attach(self, state: TrainState) -> Any:
+        """The base on the mesh with the adapters beside it; nothing is copied.
+
+        Raises:
+          ValueError: the state's adapters were trained on another base.
+        """
+        self._check_base(state)
+        return lora.attach(self.frozen, state.params)
 
     def save(self, path: Path, state: TrainState, base_model: str | None = None) -> None:
         """Writes the adapters in the layout of PEFT; all processes call it, one writes.
@@ -75,3 +78,12 @@ class Adapters:
         adapters = hosts.local(state.params)
         if hosts.is_first():
             peft.save_adapter(path, self._config, self._setting, adapters, base_model=base_model)
+
+    def _check_base(self, state: TrainState) -> None:
+        found = int(jax.device_get(state.base_checksum))
+        if found != self._checksum:
+            raise ValueError(
+                f"these adapters were trained on parameters with checksum {found:08x}, and the "
+                f"run now starts from {self._checksum:08x}; bring back the model.path or the warm "
+                "start that it began with, or use another workdir"
+            )

@@ -3,6 +3,9 @@
     weights/v12-5f0c3a91/          a model in the layout of Hugging Face, complete or not there
     weights/.partial-v13-5f0c3a91  being written
 
+Adapters go the same way: the base once, as `weights/base-5f0c3a91`, then every version as a
+directory in the layout of PEFT, of megabytes where a model has gigabytes.
+
 A version is written under another name, forced to disk, renamed and only then announced: a store
 shared by several hosts need not show them a file as soon as it is written. It is deleted when no
 server says that it has it and it is not the newest.
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from focus.learner import hosts
-from focus.policy import hf
+from focus.policy import hf, lora, peft
 from focus.types import version_name
 
 
@@ -27,8 +30,14 @@ class Servers(Protocol):
     async def load_weights(self, path: str, version: str) -> None:
         """Loads a directory; returns when new tokens are of `version`."""
 
+    async def load_adapter(self, path: str, version: str) -> None:
+        """Loads an adapter onto the weights loaded last; later tokens are of `version`."""
+
     def versions(self) -> Mapping[str, str | None]:
         """The version that each server last reported."""
+
+    def adapters(self) -> Mapping[str, Mapping[str, str]]:
+        """The adapters that each server last reported: directories, by name."""
 
 
 class Publisher:
@@ -51,6 +60,7 @@ class Publisher:
         self._servers = servers
         self._dtype = dtype
         self._run = run
+        self._kept: list[str] = []  # what stays even if nobody has it now
 
     async def __call__(self, params: Any, step: int) -> None:
         """Publishes the weights after `step` training steps.
@@ -75,7 +85,42 @@ class Publisher:
     def _clean_up(self, version: str) -> None:
         if not hosts.is_first():
             return
-        needed = {version, *self._servers.versions().values()}
+        needed = {version, *self._kept, *self._servers.versions().values()}
+        needed.update(*self._servers.adapters().values())
         for directory in self._root.iterdir():
             if directory.is_dir() and directory.name not in needed:
                 shutil.rmtree(directory)
+
+
+class AdapterPublisher(Publisher):
+    """The same for parameters with adapters attached (`focus.policy.lora.attach`).
+
+    What lies below the adapters is published with the first of them, and never changes.
+    """
+
+    async def __call__(self, params: Any, step: int) -> None:
+        """Publishes the adapters after `step` training steps.
+
+        Raises:
+          EngineError: no server has taken them.
+          OSError: they could not be written.
+          ValueError: `params` have no adapters.
+        """
+        base, setting, adapters = lora.detach(params)
+        if not self._kept:
+            name = f"base-{self._run}"
+            await asyncio.to_thread(self._write, self._root / name, base)
+            await self._servers.load_weights(str(self._root / name), name)
+            self._kept.append(name)
+        version = version_name(step, self._run)
+        path = self._root / version
+        await asyncio.to_thread(self._write_adapter, path, setting, adapters)
+        await self._servers.load_adapter(str(path), version)
+        await asyncio.to_thread(self._clean_up, version)
+
+    def _write_adapter(self, path: Path, setting: lora.LoraConfig, adapters: Any) -> None:
+        whole = hosts.local(adapters)
+        if hosts.is_first():
+            base = str(self._root / self._kept[0])
+            peft.save_adapter(path, self._model, setting, whole, base_model=base)
+        hosts.barrier()

@@ -345,7 +345,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _publish(partial: Path, path: Path) -> None:
-    _sync_directory(partial)  # the names of its files are on disk before its own is
+    sync_to_disk(partial)  # the names of its files are on disk before its own is
     if not path.exists():
         os.rename(partial, path)
     else:
@@ -358,16 +358,17 @@ def _publish(partial: Path, path: Path) -> None:
             if old.name not in written:
                 old.unlink()
         partial.rmdir()
-        _sync_directory(path)
-    _sync_directory(path.parent)
+        sync_to_disk(path)
+    sync_to_disk(path.parent)
 
 
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a directory, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def _check_params(flat: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:

@@ -240,6 +240,32 @@ def attach(params: Params, adapters: Params) -> Params:
     }
 
 
+def detach(params: Params) -> tuple[Params, LoraConfig, Params]:
+    """Inverse of `attach`.
+
+    Args:
+      params: of a base with adapters attached.
+
+    Returns:
+      `(base, setting, adapters)`.
+
+    Raises:
+      ValueError: nothing is attached.
+    """
+    base = jax.tree.map(lambda x: x.base if _is_adapter(x) else x, params, is_leaf=_is_adapter)
+    adapters: Params = {}
+    for group, tree in params.items():
+        for name, leaf in tree.items() if isinstance(tree, dict) else ():
+            if _is_adapter(leaf):
+                adapters.setdefault(group, {})[name] = dataclasses.replace(leaf, base=None)
+    if not adapters:
+        raise ValueError("these parameters have no adapters; attach some, or push them as they are")
+    names = dict.fromkeys(name for tree in adapters.values() for name in tree)
+    one = next(iter(next(iter(adapters.values())).values()))
+    rank = one.a.shape[-1]
+    return base, LoraConfig(rank, one.scale * rank, tuple(names)), adapters
+
+
 def merge(params: Params, adapters: Params) -> Params:
     """Plain parameters that compute what base and adapters compute together.
 

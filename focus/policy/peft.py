@@ -24,6 +24,7 @@ import safetensors.numpy
 
 from focus.policy import hf_config
 from focus.policy import model as models
+from focus.policy.hf import sync_to_disk
 from focus.policy.hf_config import DTYPES, Tensor, check_dtype
 from focus.policy.lora import LoraConfig, LoraWeight, Params, adapter_shapes, projections
 
@@ -120,12 +121,17 @@ def save_adapter(
     partial.mkdir(parents=True)
     safetensors.numpy.save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
     (partial / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
-    if not path.exists():
+    # What is announced to servers must be there for them, and after a loss of power.
+    for written in (partial / WEIGHTS_FILE, partial / CONFIG_FILE, partial):
+        sync_to_disk(written)
+    if path.exists():
+        for name in (WEIGHTS_FILE, CONFIG_FILE):
+            os.replace(partial / name, path / name)
+        partial.rmdir()
+        sync_to_disk(path)
+    else:
         os.rename(partial, path)
-        return
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
-        os.replace(partial / name, path / name)
-    partial.rmdir()
+    sync_to_disk(path.parent)
 
 
 def load_adapter(

@@ -116,6 +116,31 @@ class Connection:
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise Rejected(f"{self.url} did not load {path!r}: {answer}")
 
+    async def adapters(self, *, timeout_s: float | None = None) -> dict[str, str]:
+        """Directories of the adapters that it has loaded, by name."""
+        answer = await self.call("GET", "/v1/models", timeout_s=timeout_s)
+        try:
+            entries = [entry for entry in answer["data"] if entry.get("parent") is not None]
+            return {entry["id"]: entry["root"] for entry in entries}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Interrupted(f"GET {self.url}/v1/models: {error!r} in {answer}") from error
+
+    async def load_adapter(self, name: str, path: str, *, timeout_s: float) -> None:
+        """Loads an adapter from a directory in the layout of PEFT; requests may go on meanwhile.
+
+        Raises:
+          EngineError: it could not, or has one of that name.
+        """
+        body = {"lora_name": name, "lora_path": path}
+        answer = await self.call("POST", "/load_lora_adapter", body, timeout_s=timeout_s)
+        if not (isinstance(answer, dict) and answer.get("success") is True):
+            raise Rejected(f"{self.url} did not load {path!r}: {answer}")
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Takes an adapter away; the answer comes after its last request, and no load before it."""
+        body = {"lora_name": name}
+        await self.call("POST", "/unload_lora_adapter", body, timeout_s=timeout_s)
+
     async def abort(self, rid: str | None) -> None:
         """Aborts a request, or all if `rid` is None; one that is unknown is no error."""
         body = {"abort_all": True} if rid is None else {"rid": rid}

@@ -77,6 +77,7 @@ class Worker:
     Attributes:
       url: where it listens.
       version: weights that it last reported; None when it is not known.
+      adapters: directories of the adapters that it last reported, by name.
       in_flight: requests that it has of ours.
       failures: requests in a row that failed.
       missed: probes in a row that failed.
@@ -86,6 +87,7 @@ class Worker:
       restarted: whether its circuit has opened since its last update, so that it may hold the
         weights it starts with under the right name.
       unfit: why its weights must not be sampled from; None when they may.
+      lacks: why the current adapter must not be asked for; None when it may, or there is none.
       error: what went wrong last.
       updating: whether its weights are being changed now.
       failed_updates: in a row.
@@ -96,6 +98,7 @@ class Worker:
 
     url: str
     version: str | None = None
+    adapters: Mapping[str, str] = dataclasses.field(default_factory=dict)
     in_flight: int = 0
     failures: int = 0
     missed: int = 0
@@ -104,6 +107,7 @@ class Worker:
     open_until: float = 0.0
     restarted: bool = False
     unfit: str | None = None
+    lacks: str | None = None
     error: str = "has not answered yet"
     updating: bool = False
     failed_updates: int = 0
@@ -112,9 +116,14 @@ class Worker:
     lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     @property
+    def wanting(self) -> str | None:
+        """What has to be loaded before it may be sampled from; None when nothing has."""
+        return self.unfit or self.lacks
+
+    @property
     def fit(self) -> bool:
         """Whether it may be given a request."""
-        return self.closed and self.unfit is None and not self.updating
+        return self.closed and self.wanting is None and not self.updating
 
     @property
     def state(self) -> str:
@@ -123,7 +132,7 @@ class Worker:
             return self.error
         if self.updating:
             return "is being updated"
-        return self.unfit or "fit"
+        return self.wanting or "fit"
 
 
 class Fleet:
@@ -290,6 +299,16 @@ class Fleet:
         worker.unfit = why
         self._note()
 
+    def reports(self, worker: Worker, adapters: Mapping[str, str]) -> None:
+        """It says which adapters it has: directories, by name."""
+        worker.adapters = dict(adapters)
+        self._note()
+
+    def lacks(self, worker: Worker, why: str | None) -> None:
+        """The current adapter is not there; no traffic until it is. None: it is there."""
+        worker.lacks = why
+        self._note()
+
     def begin_update(self, worker: Worker) -> None:
         """Its weights are about to change; no new requests meanwhile."""
         worker.updating = True
@@ -304,13 +323,17 @@ class Fleet:
             worker.closed = True
             worker.failures = worker.missed = worker.failed_updates = 0
         else:
-            worker.update_after = self._now() + self._pause_s(worker.failed_updates)
-            worker.failed_updates += 1
+            self.postpone(worker)
         self._note()
+
+    def postpone(self, worker: Worker) -> None:
+        """Something could not be loaded into it: the next try waits, longer each time in a row."""
+        worker.update_after = self._now() + self._pause_s(worker.failed_updates)
+        worker.failed_updates += 1
 
     def needs_repair(self, worker: Worker) -> bool:
         """Whether it answers, must not serve, and it is time to try an update."""
-        wanting = worker.closed and worker.unfit is not None and not worker.updating
+        wanting = worker.closed and worker.wanting is not None and not worker.updating
         return wanting and self._now() >= worker.update_after
 
     def is_due(self, worker: Worker) -> bool:
@@ -337,7 +360,7 @@ class Fleet:
     def _note(self) -> None:
         """Starts or stops the clock of the fleet's death and wakes those who wait."""
         # A fit worker that is being updated is alive; one that is only being repaired is not yet.
-        if any(w.closed and w.unfit is None for w in self.workers.values()):
+        if any(w.closed and w.wanting is None for w in self.workers.values()):
             self._unfit_since = None
         elif self._unfit_since is None:
             self._unfit_since = self._now()

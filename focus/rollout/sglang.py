@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from focus.rollout.adapters import Adapter
 from focus.rollout.connection import Busy, Interrupted, Refused, Rejected
 from focus.rollout.engine import (
     EngineError,
@@ -154,6 +155,21 @@ class SGLangEngine:
         self._upkeep.start()
         await self._upkeep.load_weights(path, version)
 
+    async def load_adapter(self, path: str, version: str) -> None:
+        """Makes every worker sample with the adapter at `path`, on the weights loaded last.
+
+        The directory has the layout of PEFT and all of them see it. Requests that are running end
+        with the adapter that they began with; tokens of later ones are of `version`. Workers that
+        cannot load it are left out until they can.
+
+        Raises:
+          ValueError: no weights have been loaded.
+          EngineError: no worker has taken it.
+          FleetDead: no worker has answered for `dead_after_s`.
+        """
+        self._upkeep.start()
+        await self._upkeep.load_adapter(path, version)
+
     async def flush_cache(self) -> None:
         """Forgets the prefixes that the workers hold."""
         self._upkeep.start()
@@ -164,6 +180,10 @@ class SGLangEngine:
     def versions(self) -> Mapping[str, str | None]:
         """The version that each worker last reported, by URL; None if it never did."""
         return self._fleet.versions()
+
+    def adapters(self) -> Mapping[str, Mapping[str, str]]:
+        """The adapters that each worker last reported, by URL: directories, by name."""
+        return {url: worker.adapters for url, worker in self._fleet.workers.items()}
 
     def states(self) -> Mapping[str, str]:
         """Why each worker gets no requests, or "fit", by URL."""
@@ -258,15 +278,36 @@ class SGLangEngine:
         self, worker: Worker, request: GenerateRequest, aborted: asyncio.Event
     ) -> GenerateResult | None:
         """One request to one server; None if the caller aborts and the server does not answer."""
+        with self._upkeep.adapters.use() as adapter:
+            try:
+                return await self._ask_for(adapter, worker, request, aborted)
+            except Rejected as error:
+                if adapter is None or not adapter.is_meant_by(error):
+                    raise
+                if worker is not self._upkeep.router:
+                    self._upkeep.adapters.refused(worker, adapter)
+                raise Interrupted(f"request {request.rid}: {error}") from error
+
+    async def _ask_for(
+        self,
+        adapter: Adapter | None,
+        worker: Worker,
+        request: GenerateRequest,
+        aborted: asyncio.Event,
+    ) -> GenerateResult | None:
+        """The same, with the adapter to sample with."""
         versions = self._upkeep.current_from_now()
+        payload = to_payload(request, None if adapter is None else adapter.name)
         worker.in_flight += 1
         try:
-            body = await self._post(worker, request, aborted)
+            body = await self._post(worker, request.rid, payload, aborted)
             if body is None:
                 return None
             current = versions()
             result = from_reply(body, request, vocab_size=self._vocab_size, current=current)
             self._check_origin(worker, result, current)
+            if adapter is not None:
+                result = adapter.labelled(result)
         except (Busy, Rejected):
             raise
         except EngineError as error:
@@ -295,14 +336,16 @@ class SGLangEngine:
         if worker.unfit is not None:
             raise BadReply(f"{worker.url} answered while it was unfit: {worker.unfit}")
 
-    async def _post(self, worker: Worker, request: GenerateRequest, aborted: asyncio.Event) -> Any:
+    async def _post(
+        self, worker: Worker, rid: str, payload: dict[str, Any], aborted: asyncio.Event
+    ) -> Any:
         """Sends a generation and waits for the answer, the caller's abort, or the worker's end.
 
         Returns:
           The body, or None after an abort that the server did not answer.
         """
         lost = worker.lost
-        posted = asyncio.create_task(self._upkeep.at(worker).generate(to_payload(request)))
+        posted = asyncio.create_task(self._upkeep.at(worker).generate(payload))
         signals = [asyncio.create_task(event.wait()) for event in (aborted, lost)]
         try:
             while not posted.done():
@@ -313,7 +356,7 @@ class SGLangEngine:
                 )
                 if not done and not worker.updating:  # loading weights is not the server's fault
                     raise Interrupted(
-                        f"{worker.url}: no answer to {request.rid} within "
+                        f"{worker.url}: no answer to {rid} within "
                         f"{self._limits.request_timeout_s:g} s"
                     )
                 if lost.is_set() and not posted.done():
@@ -321,7 +364,7 @@ class SGLangEngine:
                 if aborted.is_set() and not posted.done():
                     if self._upkeep.closed:
                         return None
-                    await self._abort_at(worker, request.rid)
+                    await self._abort_at(worker, rid)
                     await asyncio.wait((posted,), timeout=self._limits.control_timeout_s)
                     if not posted.done():
                         return None
@@ -331,7 +374,7 @@ class SGLangEngine:
                 signal.cancel()
             if not (posted.done() or lost.is_set() or self._upkeep.closed):
                 # Whoever waited does so no more; the slot must not go on burning.
-                self._upkeep.spawn(self._abort_at(worker, request.rid))
+                self._upkeep.spawn(self._abort_at(worker, rid))
             posted.cancel()
             posted.add_done_callback(lambda task: task.cancelled() or task.exception())
 

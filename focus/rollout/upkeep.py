@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import aiohttp
 
+from focus.rollout.adapters import Adapter, AdapterUpkeep
 from focus.rollout.connection import Connection, Interrupted, Refused, Rejected
 from focus.rollout.engine import EngineError
 from focus.rollout.fleet import Fleet, Limits, Worker
@@ -35,8 +36,8 @@ class ServerStats:
       busy: requests that a server had no room for.
       resumed: times that a completion went on after an interruption.
       discarded_tokens: sampled, and thrown away with a reply that could not be believed.
-      updates: weights that a worker has loaded.
-      failed_updates: weights that a worker could not load.
+      updates: weights and adapters that a worker has loaded.
+      failed_updates: weights and adapters that a worker could not load.
     """
 
     requests: int = 0
@@ -75,6 +76,7 @@ class Upkeep:
     ):
         self.fleet = Fleet(urls, limits, follows=not pushes)
         self.router = Worker(router_url.rstrip("/")) if router_url else None
+        self.adapters = AdapterUpkeep(self.fleet, self.at, limits)
         self.closed = False
         self.swapping = False
         self._max_context = max_context
@@ -92,6 +94,8 @@ class Upkeep:
     @property
     def version(self) -> str | None:
         """The current version; None before the first push."""
+        if self.adapters.current is not None:
+            return self.adapters.current.name
         return self._history[-1] if self._history else None
 
     @property
@@ -158,6 +162,7 @@ class Upkeep:
         async with self._one_swap:
             while not (reachable := self.reachable):
                 await self.fleet.wait()
+            self.adapters.forget()
             old_path, self._path, self.swapping = self._path, path, True
             self._history.append(version)
             try:
@@ -171,6 +176,29 @@ class Upkeep:
                 raise
             finally:
                 self.swapping = False
+
+    async def load_adapter(self, path: str, version: str) -> None:
+        """See `SGLangEngine.load_adapter`."""
+        async with self._one_swap:
+            if not self._history:
+                raise ValueError(
+                    f"adapter {version!r} needs the weights that it belongs to: load those first"
+                )
+            while not (reachable := self.reachable):
+                await self.fleet.wait()
+            adapter = Adapter(version, path, base=self._history[-1])
+            if not self._pushes:
+                await self.adapters.follow(adapter)
+                return
+            failed = await self.adapters.push(reachable, adapter)
+            self._stats.updates += len(reachable) - len(failed)
+            self._stats.failed_updates += len(failed)
+            for url, error in failed.items():
+                _LOG.warning("%s gets no requests: it %s", url, error)
+            if failed and self.router is not None:
+                with contextlib.suppress(EngineError):
+                    await self._look_after_router(self.router)
+            await asyncio.gather(*(self.adapters.tidy(worker) for worker in reachable))
 
     async def _push(self, workers: Sequence[Worker], path: str, version: str) -> None:
         """Loads weights into workers, side by side; one that has taken them is enough."""
@@ -269,11 +297,23 @@ class Upkeep:
         named = len(self._history) > self.swapping
         expected = self._history[-1 - self.swapping :] if named else ()
         self.fleet.answered(worker, info.get("weight_version"), expected)
-        if self.swapping or not (self._pushes and self.fleet.needs_repair(worker)):
+        await self.adapters.look_after(worker)
+        if self.swapping or not self._pushes:
             return
-        path, version = self._path, self._history[-1]
-        _LOG.warning("%s %s; loading %s again", worker.url, worker.unfit, version)
-        await self._update(worker, path, version)
+        if self.fleet.needs_repair(worker):
+            await self._repair(worker)
+        await self.adapters.tidy(worker)
+
+    async def _repair(self, worker: Worker) -> None:
+        """Loads what a worker wants: the weights first, since the adapter belongs to them."""
+        if worker.unfit is not None:
+            path, version = self._path, self._history[-1]
+            _LOG.warning("%s %s; loading %s again", worker.url, worker.unfit, version)
+            await self._update(worker, path, version)
+        if worker.unfit is None and worker.lacks is not None:
+            error = await self.adapters.repair(worker)
+            self._stats.updates += error is None
+            self._stats.failed_updates += error is not None
 
     async def _look_after_router(self, router: Worker) -> None:
         """Probes the router and makes its list that of the workers that may be sampled from.
@@ -289,7 +329,7 @@ class Upkeep:
         for worker in self.fleet.workers.values():
             if worker.fit and worker.url not in listed:
                 await connection.call("POST", "/workers", {"url": worker.url})
-            elif worker.unfit is not None and worker.url in listed:
+            elif worker.wanting is not None and worker.url in listed:
                 await connection.call("DELETE", f"/workers/{listed[worker.url]}")
 
     async def _listed(self, router: Worker) -> dict[str, str]:

@@ -51,13 +51,18 @@ class BadReply(EngineError):
     """A reply whose parts contradict each other or the request."""
 
 
-def to_payload(request: GenerateRequest) -> dict[str, Any]:
+def to_payload(request: GenerateRequest, adapter: str | None = None) -> dict[str, Any]:
     """The body of the request.
 
     `logprob_start_len` is left out: any value makes the server score the prompt, and then it
     reuses no prefix.
+
+    Args:
+      request: what is asked.
+      adapter: name of the adapter to sample with, which the server has loaded.
     """
     sampling = request.sampling
+    chosen = {} if adapter is None else {"lora_path": adapter}
     return {
         "rid": request.rid,
         "input_ids": list(request.input_ids),
@@ -73,6 +78,7 @@ def to_payload(request: GenerateRequest) -> dict[str, Any]:
             **_FIXED_SAMPLING,
         },
         **_FIXED_FIELDS,
+        **chosen,
     }
 
 
