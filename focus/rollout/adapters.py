@@ -163,11 +163,10 @@ class AdapterUpkeep:
         """Asks a worker what it has; finds out whether it has lost the current adapter."""
         if (self._coming or self.current) is None:
             return
-        current = self.current
-        adapters = await self._at(worker).adapters(timeout_s=self._limits.probe_timeout_s)
-        if current is self.current:  # else it may have answered before
-            self._fleet.reports(worker, adapters)
-            self._compare([worker])
+        patience_s = self._limits.probe_timeout_s
+        async with worker.update_lock:  # or it may answer what has changed meanwhile
+            self._fleet.reports(worker, await self._at(worker).adapters(timeout_s=patience_s))
+        self._compare([worker])
 
     def _compare(self, workers: Iterable[Worker]) -> None:
         """By what they report: who lacks the current adapter."""
@@ -187,21 +186,23 @@ class AdapterUpkeep:
 
     async def tidy(self, worker: Worker) -> None:
         """Unloads older adapters of this run; those that are in use, or stay, are tried again."""
-        if self.current is None:
-            return
-        three = (self._coming, self.current, self._previous)
-        kept = {adapter.name for adapter in three if adapter is not None}
-        beside = PurePath(self.current.path).parent
-        for name, path in list(worker.adapters.items()):
-            if name in kept or self._in_use[name] or PurePath(path).parent != beside:
-                continue
-            try:
-                patience_s = self._limits.probe_timeout_s
-                await self._at(worker).unload_adapter(name, timeout_s=patience_s)
-            except EngineError as error:
-                _LOG.info("%s keeps adapter %s for now: %s", worker.url, name, error)
+        async with worker.update_lock:
+            if self.current is None:
                 return
-            self._fleet.reports(worker, {n: p for n, p in worker.adapters.items() if n != name})
+            wanted = (self._coming, self.current, self._previous)
+            kept = {adapter.name for adapter in wanted if adapter is not None}
+            beside = PurePath(self.current.path).parent
+            for name, path in list(worker.adapters.items()):
+                if name in kept or self._in_use[name] or PurePath(path).parent != beside:
+                    continue
+                try:
+                    patience_s = self._limits.probe_timeout_s
+                    await self._at(worker).unload_adapter(name, timeout_s=patience_s)
+                except EngineError as error:
+                    _LOG.info("%s keeps adapter %s for now: %s", worker.url, name, error)
+                    return
+                left = {n: p for n, p in worker.adapters.items() if n != name}
+                self._fleet.reports(worker, left)
 
     async def _give(self, worker: Worker, adapter: Adapter) -> str | None:
         """Loads an adapter into a worker: None, or what went wrong."""

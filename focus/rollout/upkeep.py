@@ -2,7 +2,7 @@
 
 One task looks after each worker and one after the router. They find out who is there and which
 weights it holds, bring back a worker that has the wrong ones, and keep the router's list to those
-that may be sampled from.
+that may be sampled from. Adapters on these weights are looked after in `focus.rollout.adapters`.
 """
 
 from __future__ import annotations
