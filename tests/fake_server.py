@@ -222,8 +222,8 @@ class FakeServer:
         too_long   more tokens than were allowed
 
     `update_faults` are those of weight updates: "500", "hang", "version" (loads, and keeps the
-    old name), "400"; `adapter_faults` those of loading an adapter: "500", "hang", "400", "lost"
-    (says that it has, and has not). With `frozen` set nothing is answered any more, as by a stopped
+    old name), "400"; `adapter_faults` those of loading an adapter: "500", "hang", "slow", "400",
+    "lost" (says that it has, and has not). With `frozen` set nothing is answered any more, as by a stopped
     process.
     """
 

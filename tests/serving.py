@@ -33,6 +33,8 @@ class MergingService(FakeService):
 
     async def _answer(self, body):
         name = body.get("lora_path")
+        if name is not None and name not in self.adapters:
+            return await super()._answer(body)  # refuses
         async with self._change:
             await self._change.wait_for(lambda: name == self._merged or not self._running)
             if name != self._merged:

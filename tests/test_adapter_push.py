@@ -92,6 +92,22 @@ async def test_a_running_request_ends_with_the_adapter_that_it_began_with(paths)
         await until(lambda: set(servers[0].service.adapters) == {"v2", "v3"})
 
 
+async def test_requests_go_on_while_a_slow_worker_loads(paths):
+    async with fake_fleet(2) as servers, client(servers) as engine:
+        await begin(engine, paths, "v0")
+        servers[0].adapter_faults.append("slow")
+        task = asyncio.create_task(give(engine, paths, "v1"))
+        await until(lambda: "v1" in servers[1].service.adapters)
+        while not task.done():
+            asked = request()
+            before = engine.info().weight_version
+            check(await engine.generate(asked), asked, before)
+            await asyncio.sleep(0.05)
+        # Who was ready first has kept what is not current yet.
+        assert all(len(posts(server, "/load_lora_adapter")) == 2 for server in servers)
+        assert engine.stats.failures == 0
+
+
 async def test_an_aborted_request_goes_on_with_the_adapter_of_now(paths):
     async with fake_fleet(1, token_s=0.01) as servers, client(servers) as engine:
         await begin(engine, paths, "v0")
