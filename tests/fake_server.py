@@ -223,8 +223,8 @@ class FakeServer:
 
     `update_faults` are those of weight updates: "500", "hang", "version" (loads, and keeps the
     old name), "400"; `adapter_faults` those of loading an adapter: "500", "hang", "slow", "400",
-    "lost" (says that it has, and has not). With `frozen` set nothing is answered any more, as by a stopped
-    process.
+    "lost" (says that it has, and has not). With `frozen` set nothing is answered any more, as
+    by a stopped process.
     """
 
     def __init__(self, **options):
