@@ -28,7 +28,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c = ml_collections.ConfigDict()
     c.method = method
     c.seed = 0
-    c.steps = 70
+    c.steps = 60
     c.budget = 3000  # tokens that the policy may generate in a step, however they are spent
     c.cache_dir = ""  # where warm starts are kept; "" is $FOCUS_CACHE or ~/.cache/focus
 
@@ -151,7 +151,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.learner = ml_collections.ConfigDict()
     c.learner.learning_rate = 5e-4
     c.learner.schedule = "wsd"  # constant, cosine, or wsd: the last third of the steps goes down
-    c.learner.schedule_steps = 70
+    c.learner.schedule_steps = 60
     c.learner.warmup_steps = 6
     c.learner.weight_decay = 0.0
     c.learner.max_grad_norm = 1.0
