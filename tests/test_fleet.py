@@ -193,6 +193,16 @@ def test_the_fleet_is_dead_when_nobody_has_been_fit_for_long_enough():
     asyncio.run(main())
 
 
+def test_nobody_is_dead_who_was_never_asked():
+    clock = Clock()
+    fleet = Fleet(["http://a"], LIMITS, now=clock)
+    (worker,) = fleet.workers.values()
+    clock.now += 1000.0  # the event loop was busy with something else
+    assert fleet.seconds_to_live() == LIMITS.probe_timeout_s
+    fleet.silent(worker, EngineError("refused"))
+    assert fleet.seconds_to_live() < 0
+
+
 def test_repairs_that_fail_are_tried_less_and_less_often():
     fleet, clock = make_fleet(1)
     (worker,) = fleet.workers.values()

@@ -81,6 +81,7 @@ class Worker:
       in_flight: requests that it has of ours.
       failures: requests in a row that failed.
       missed: probes in a row that failed.
+      tried: whether it has been asked anything, and the outcome is known.
       trips: how often in a row its circuit has opened.
       closed: whether the circuit is; False until it has answered for the first time.
       open_until: time before which an open circuit is not probed.
@@ -102,6 +103,7 @@ class Worker:
     in_flight: int = 0
     failures: int = 0
     missed: int = 0
+    tried: bool = False
     trips: int = 0
     closed: bool = False
     open_until: float = 0.0
@@ -239,7 +241,10 @@ class Fleet:
         """Seconds until the fleet counts as dead; infinite while a worker is fit."""
         if self._unfit_since is None:
             return math.inf
-        return self._unfit_since + self._limits.dead_after_s - self._now()
+        left = self._unfit_since + self._limits.dead_after_s - self._now()
+        # A loop that was busy all the time, as with compiling, has not heard anybody yet.
+        tried = all(worker.tried for worker in self.workers.values())
+        return left if tried else max(left, self._limits.probe_timeout_s)
 
     def obituary(self) -> str:
         """What to tell a person when there is nobody left."""
@@ -281,7 +286,7 @@ class Fleet:
           version: the version that it says it serves.
           expected: versions that are right; empty if any is.
         """
-        worker.missed = 0
+        worker.missed, worker.tried = 0, True
         if not worker.closed:
             worker.closed, worker.failures = True, 0
         if not worker.updating:  # else it may have answered before
@@ -341,7 +346,7 @@ class Fleet:
         return not worker.updating and (worker.closed or self._now() >= worker.open_until)
 
     def _consider(self, worker: Worker, error: Exception, refused: bool) -> None:
-        worker.error = str(error)
+        worker.error, worker.tried = str(error), True
         if refused or max(worker.failures, worker.missed) >= self._limits.break_after:
             self._open(worker)
         self._note()
