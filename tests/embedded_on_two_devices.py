@@ -11,28 +11,20 @@ import jax
 import numpy as np
 import pytest
 from families import FAMILIES, make_params
+from small_engine import OPTIONS, prompt_of, request, run
 
-from focus.rollout import GenerateRequest, SamplingParams
 from focus.rollout.embedded import EmbeddedEngine
 
 MODELS = {
     name: dataclasses.replace(FAMILIES[name], vocab_size=23, max_context=48)
     for name in ("qwen3", "qwen3_5")
 }
-OPTIONS = dict(
-    decode=lambda ids: "".join(f"<{i}>" for i in ids),
-    max_running=4,
-    retained=8,
-    cache_buckets=(24,),
-    prefill_buckets=(4, 8),
-    batch_buckets=(2,),
-    decode_steps=5,
-)
+SIZES = OPTIONS | dict(retained=8)
 
 
 @functools.cache
 def _engine(family, devices):
-    engine = EmbeddedEngine(MODELS[family], make_params(MODELS[family]), devices=devices, **OPTIONS)
+    engine = EmbeddedEngine(MODELS[family], make_params(MODELS[family]), devices=devices, **SIZES)
     engine.warmup(filtered=False)
     return engine
 
@@ -40,23 +32,6 @@ def _engine(family, devices):
 def fresh_engine(family, devices=2):
     _engine(family, devices).flush_cache()
     return _engine(family, devices)
-
-
-def request(rid, prompt, max_new_tokens=8, seed=0, **sampling):
-    sampling = {"ignore_eos": True} | sampling
-    params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    return GenerateRequest(rid, tuple(prompt), params, seed=seed)
-
-
-def run(engine, *requests):
-    async def main():
-        return await asyncio.gather(*(engine.generate(r) for r in requests))
-
-    return asyncio.run(main())
-
-
-def prompt_of(seed, length):
-    return tuple(int(i) for i in np.random.default_rng(seed).integers(0, 23, length))
 
 
 @pytest.mark.parametrize("family", MODELS)

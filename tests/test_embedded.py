@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_engine import prompt_of, request, run, text_of
 
 from focus.policy import transformer
 from focus.rollout import sampling
 from focus.rollout.embedded import EmbeddedEngine
-from focus.rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams
+from focus.rollout.engine import Engine, EngineError
 from focus.rollout.prefix_store import PrefixStore
 
 MODEL = transformer.ModelConfig(
@@ -37,20 +39,9 @@ def params(seed=0):
     return jax.tree.map(lambda p: 3 * p, drawn)
 
 
-def text_of(ids):
-    return "".join(f"<{i}>" for i in ids)
-
-
 EOS = 7
-OPTIONS = dict(
-    decode=text_of,
+OPTIONS = small_engine.OPTIONS | dict(
     eos_token_ids=(EOS,),
-    max_running=4,
-    retained=4,
-    cache_buckets=(24,),
-    prefill_buckets=(4, 8),
-    batch_buckets=(2,),
-    decode_steps=5,
     loader=lambda path: params(int(path)),
 )
 SINGLE = OPTIONS | dict(max_running=1, retained=1, cache_buckets=(), prefill_buckets=(8,))
@@ -77,26 +68,10 @@ def make_engine(**overrides):
     return EmbeddedEngine(MODEL, params(), **(OPTIONS | overrides))
 
 
-def request(rid, prompt, max_new_tokens=8, seed=0, ignore_eos=True, **sampling_params):
-    sampling_params |= dict(max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
-    return GenerateRequest(rid, tuple(prompt), SamplingParams(**sampling_params), seed=seed)
-
-
-def run(engine, *requests):
-    async def main():
-        return await asyncio.gather(*(engine.generate(r) for r in requests))
-
-    return asyncio.run(main())
-
-
 async def until_decoding(engine):
     calls = engine.stats.decode_calls
     while engine.stats.decode_calls == calls:
         await asyncio.sleep(0)
-
-
-def prompt_of(seed, length):
-    return tuple(int(i) for i in np.random.default_rng(seed).integers(0, 23, length))
 
 
 @functools.partial(jax.jit, static_argnums=0)

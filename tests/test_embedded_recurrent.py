@@ -8,26 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_engine
 from families import FAMILIES, make_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_engine import OPTIONS, prompt_of, run
 
 from focus.policy import model as models
 from focus.rollout.embedded import EmbeddedEngine
-from focus.rollout.engine import GenerateRequest, SamplingParams
 from focus.rollout.snapshot_store import SnapshotStore
 
 MODEL = dataclasses.replace(FAMILIES["qwen3_5"], vocab_size=23, max_context=48)
 PARAMS = make_params(MODEL)
-OPTIONS = dict(
-    decode=lambda ids: "".join(f"<{i}>" for i in ids),
-    max_running=4,
-    retained=4,
-    cache_buckets=(24,),
-    prefill_buckets=(4, 8),
-    batch_buckets=(2,),
-    decode_steps=5,
-)
+request = functools.partial(small_engine.request, temperature=0.0)
 
 
 @functools.cache
@@ -41,23 +34,6 @@ def fresh_engine():
     """The one engine of this file, emptied."""
     _engine().flush_cache()
     return _engine()
-
-
-def request(rid, prompt, max_new_tokens=8, **sampling):
-    sampling = {"temperature": 0.0, "ignore_eos": True} | sampling
-    params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
-    return GenerateRequest(rid, tuple(prompt), params, seed=0)
-
-
-def run(engine, *requests):
-    async def main():
-        return await asyncio.gather(*(engine.generate(r) for r in requests))
-
-    return asyncio.run(main())
-
-
-def prompt_of(seed, length):
-    return tuple(int(i) for i in np.random.default_rng(seed).integers(0, 23, length))
 
 
 @jax.jit
