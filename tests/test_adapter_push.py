@@ -65,6 +65,14 @@ async def test_an_adapter_samples_what_merged_weights_of_its_version_sample(path
     assert result.weight_versions == (("v1", 0, 12),)
 
 
+async def under_way(engine, servers, rid):
+    """A request of 40 tokens some of which are there."""
+    asked = request(rid, count=40)
+    task = asyncio.create_task(engine.generate(asked))
+    await until(lambda: servers[0].tokens > 5)
+    return asked, task
+
+
 async def test_weights_travel_once_and_adapters_need_no_pause(paths):
     async with fake_fleet(2) as servers, client(servers) as engine:
         await begin(engine, paths, "v0", "v1", "v2")
@@ -111,9 +119,7 @@ async def test_requests_go_on_while_a_slow_worker_loads(paths):
 async def test_an_aborted_request_goes_on_with_the_adapter_of_now(paths):
     async with fake_fleet(1, token_s=0.01) as servers, client(servers) as engine:
         await begin(engine, paths, "v0")
-        asked = request("cut", count=40)
-        task = asyncio.create_task(engine.generate(asked))
-        await until(lambda: servers[0].tokens > 5)
+        asked, task = await under_way(engine, servers, "cut")
         await give(engine, paths, "v1")
         for body in sent(servers):  # by the server, not by the caller
             await servers[0].service._cut(body["rid"], aborted=True)
@@ -136,9 +142,7 @@ async def test_prefixes_are_those_of_one_adapter(paths):
 async def test_other_weights_end_the_adapters_that_belong_to_the_old_ones(paths):
     async with fake_fleet(1, token_s=0.01) as servers, client(servers) as engine:
         await begin(engine, paths, "v0")
-        asked = request("across", count=40)
-        task = asyncio.create_task(engine.generate(asked))
-        await until(lambda: servers[0].tokens > 5)
+        asked, task = await under_way(engine, servers, "across")
         await engine.load_weights(paths["v2"], "v2")
         assert engine.info().weight_version == "v2"
         # What was sampled with an adapter on a base that changed below it is thrown away.

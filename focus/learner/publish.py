@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from focus.learner import hosts
 from focus.policy import hf, lora, peft
 from focus.types import version_name
+
+# (directory, version) -> when servers have it
+Load = Callable[[str, str], Awaitable[None]]
 
 
 class Servers(Protocol):
@@ -70,11 +73,16 @@ class Publisher:
           OSError: they could not be written.
         """
         version = version_name(step, self._run)
-        path = self._root / version
-        # Files take their time, and rollouts of other steps are going on.
-        await asyncio.to_thread(self._write, path, params)
-        await self._servers.load_weights(str(path), version)
+        await self._hand_over(version, self._write, self._servers.load_weights, params)
         await asyncio.to_thread(self._clean_up, version)
+
+    async def _hand_over(
+        self, name: str, write: Callable[..., None], load: Load, *contents: Any
+    ) -> None:
+        path = self._root / name
+        # Files take their time, and rollouts of other steps are going on.
+        await asyncio.to_thread(write, path, *contents)
+        await load(str(path), name)
 
     def _write(self, path: Path, params: Any) -> None:
         if hosts.is_first():
@@ -109,13 +117,11 @@ class AdapterPublisher(Publisher):
         base, setting, adapters = lora.detach(params)
         if not self._kept:
             name = f"base-{self._run}"
-            await asyncio.to_thread(self._write, self._root / name, base)
-            await self._servers.load_weights(str(self._root / name), name)
+            await self._hand_over(name, self._write, self._servers.load_weights, base)
             self._kept.append(name)
         version = version_name(step, self._run)
-        path = self._root / version
-        await asyncio.to_thread(self._write_adapter, path, setting, adapters)
-        await self._servers.load_adapter(str(path), version)
+        load = self._servers.load_adapter
+        await self._hand_over(version, self._write_adapter, load, setting, adapters)
         await asyncio.to_thread(self._clean_up, version)
 
     def _write_adapter(self, path: Path, setting: lora.LoraConfig, adapters: Any) -> None:
