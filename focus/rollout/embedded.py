@@ -466,10 +466,11 @@ class EmbeddedEngine:
         for completion in list(self._waiting):
             if len(self._running) == self._max_running:
                 break
-            device = self._choose(completion.prompt)
+            found = [store.match(completion.prompt) for store in self._stores]
+            device = self._choose([cached for _, cached in found], len(completion.prompt))
             if device is None:
                 continue  # until there is room where its prefix is
-            placement = self._stores[device].place(completion.prompt)
+            placement = self._stores[device].place(completion.prompt, found[device])
             if placement is None:
                 break
             self._waiting.remove(completion)
@@ -490,23 +491,20 @@ class EmbeddedEngine:
                 [(d, p.row, p.snapshot) for d, p, _ in members if p.snapshot is not None]
             )
 
-    def _choose(self, prompt: np.ndarray) -> int | None:
+    def _choose(self, cached: Sequence[int], length: int) -> int | None:
         """The device for a prompt; None if it has to wait for the one that holds its prefix.
 
         That is the one that can reuse most of it, if that is half of the prompt or more; else
         the one with the fewest running (this project's rule).
+
+        Args:
+          cached: tokens of the prompt that each device could reuse.
+          length: of the prompt.
         """
-        busy = [
-            sum(c.device == device for c in self._running) for device in range(len(self._stores))
-        ]
-        if len(self._stores) == 1:
-            return 0 if busy[0] < self._slots else None
-        cached = [store.match(prompt)[1] for store in self._stores]
-        best = int(np.argmax(cached))
-        if 2 * cached[best] >= len(prompt) - 1:
-            return best if busy[best] < self._slots else None
-        free = int(np.argmin(busy))
-        return free if busy[free] < self._slots else None
+        busy = [sum(c.device == device for c in self._running) for device in range(len(cached))]
+        best, idlest = int(np.argmax(cached)), int(np.argmin(busy))
+        device = best if 2 * cached[best] >= length - 1 else idlest
+        return device if busy[device] < self._slots else None
 
     def _decode(self) -> None:
         """Samples a block of tokens for all running completions and hands out what has ended."""

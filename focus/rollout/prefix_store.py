@@ -73,16 +73,20 @@ class PrefixStore:
         row = int(np.argmax(2 * saved + extends))
         return row, int(common[row])
 
-    def place(self, prompt: np.ndarray) -> Placement | None:
+    def place(self, prompt: np.ndarray, found: tuple[int, int] | None = None) -> Placement | None:
         """Gives a prompt a row and records its tokens as held there.
 
         Rows placed before `settle` form one admission; they may be each other's sources.
+
+        Args:
+          prompt: [L] int32.
+          found: what `match` says of it now, where that is known.
 
         Returns:
           The placement, or None when every idle row is a source of this admission: try again
           after `settle`.
         """
-        source, cached = self.match(prompt)
+        source, cached = found or self.match(prompt)
         row = None
         if cached and not self._busy[source] and cached == self._length[source]:
             row = source

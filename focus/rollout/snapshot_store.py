@@ -38,26 +38,27 @@ class SnapshotStore(PrefixStore):
         self._snapshot_used = np.zeros(snapshots, np.int64)
         self._kept = np.zeros(snapshots, bool)  # read or written by this admission
 
-    def place(self, prompt: np.ndarray) -> Placement | None:
+    def place(self, prompt: np.ndarray, found: tuple[int, int] | None = None) -> Placement | None:
         """As `PrefixStore.place`; the placement says which memories to copy, too."""
-        source, cached = self.match(prompt)
-        placement = super().place(prompt)
+        found = found or self.match(prompt)
+        source, cached = found
+        placement = super().place(prompt, found)
         if placement is None:
             return None
         row, held = placement.row, len(prompt) - 1
-        memory, found = self._empty, -1
+        memory, read = self._empty, -1  # the second: which snapshot, if it is one
         if cached:
             goes_on = row == source and cached == self._live[row]
-            memory, found = (None, -1) if goes_on else self._snapshot_at(source, cached)
+            memory, read = (None, -1) if goes_on else self._snapshot_at(source, cached)
         kept = cached if row == source else 0
         self._row[(self._row == row) & (self._position > kept)] = -1
         snapshot = None
-        if found >= 0:
-            self._kept[found] = True
-            self._use(found)
+        if read >= 0:
+            self._kept[read] = True
+            self._use(read)
         # A prompt that ends at a snapshot needs no second one.
         there = (self._row == row) & (self._position == held)
-        if held > 0 and not there.any() and (found < 0 or cached < held):
+        if held > 0 and not there.any() and (read < 0 or cached < held):
             snapshot = self._take(row, held)
         self._live[row] = held
         return dataclasses.replace(placement, memory=memory, snapshot=snapshot)
