@@ -55,6 +55,7 @@ _SOURCES = (
     "policy/blockwise.py",
     "policy/gated_delta.py",
     "policy/layers.py",
+    "policy/logprobs.py",
     "policy/model.py",
     "policy/qwen3_5.py",
     "policy/rounded.py",

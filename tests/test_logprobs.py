@@ -13,7 +13,7 @@ from processes import run_program
 
 from focus.learner import sharding
 from focus.policy import token_logprobs, transformer
-from focus.policy.logprobs import chunked_logprobs, default_chunk
+from focus.policy.logprobs import chunked_logprobs, default_chunk, wanted_first
 from focus.policy.placement import ROWS
 from focus.tpu import hlo
 
@@ -49,6 +49,56 @@ def test_chunks_change_neither_values_nor_gradients(length, chunk, temperature):
     got = pull(lambda h, w: chunked_logprobs(h, w, targets, temperature=temperature, chunk=chunk))
     want = pull(lambda h, w: plain(h, w, targets, temperature))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, None])
+def test_what_is_not_wanted_is_zero_and_changes_nothing_else(chunk):
+    hidden, unembedding, targets, *cotangents = inputs(3, 2, 9, 11)
+    wanted = jnp.arange(9) % 4 == jnp.array([[0], [1]])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pull(function):
+        out, vjp = jax.vjp(function, hidden, unembedding)
+        return out, vjp(tuple(cotangents))
+
+    def masked(h, w):
+        return tuple(jnp.where(wanted, x, 0.0) for x in plain(h, w, targets, 1.0))
+
+    got = pull(lambda h, w: chunked_logprobs(h, w, targets, wanted=wanted, chunk=chunk))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, pull(masked)
+    )
+
+
+def test_chunks_without_a_wanted_token_are_never_read():
+    """What is not finite there would be seen in every gradient if it were multiplied."""
+    hidden, unembedding, targets, *_ = inputs(4, 2, 12, 11)
+    wanted = jnp.zeros((2, 12), bool).at[:, 1::5].set(True)
+
+    def loss(h, w, wanted):
+        order = wanted_first(wanted)
+        h, y, wanted = (
+            jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+            for x in (h, targets, wanted)
+        )
+        logp, entropy = chunked_logprobs(h, w, y, wanted=wanted, chunk=3)
+        return jnp.sum(jnp.square(logp) + entropy)
+
+    spoilt = jnp.where(wanted[..., None], hidden, jnp.nan)
+    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(spoilt, unembedding, wanted)
+    assert np.isfinite(value) and all(np.isfinite(g).all() for g in grads)
+    np.testing.assert_array_equal(grads[0] != 0, jnp.broadcast_to(wanted[..., None], hidden.shape))
+    want, want_grads = jax.value_and_grad(loss, argnums=(0, 1))(hidden, unembedding, wanted)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, want_grads)
+    nothing = jax.grad(loss, argnums=1)(spoilt * jnp.nan, unembedding, jnp.zeros_like(wanted))
+    assert not np.any(nothing)
+
+
+def test_wanted_tokens_come_first_in_the_order_that_they_have():
+    wanted = jnp.array([[0, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]], bool)
+    want = [[1, 4, 5, 0, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    np.testing.assert_array_equal(wanted_first(wanted), want)
 
 
 def test_one_row_needs_no_leading_axis():
@@ -94,10 +144,12 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary():
 def compare_meshes():
     """Every way to cut rows, their tokens, width and vocabulary gives the numbers of one device."""
     hidden, unembedding, targets, *cotangents = inputs(0, 8, 24, 256, width=16)
+    # Chunks that nobody wants, that all devices want, and that only some of them do.
+    wanted = (jnp.arange(24) % 6 < 2) & (jnp.arange(24) + jnp.arange(8)[:, None] > 10)
 
     def pull(hidden, unembedding, targets, g_logp, g_entropy):
         def function(h, w):
-            return chunked_logprobs(h, w, targets, temperature=0.7, chunk=2)
+            return chunked_logprobs(h, w, targets, wanted=wanted, temperature=0.7, chunk=2)
 
         out, vjp = jax.vjp(function, hidden, unembedding)
         return out, vjp((g_logp, g_entropy))
@@ -147,6 +199,12 @@ def test_default_chunk_bounds_the_logits_and_wastes_little():
         chunk = default_chunk(2, length, 151936)
         assert 2 * chunk * 151936 <= 2**22
         assert -(-length // chunk) * chunk - length < chunk
+    # Finer where chunks can be left out, but never to crumbs.
+    assert default_chunk(2, 512, 768, skips=True) == 64
+    assert default_chunk(2, 128, 768, skips=True) == 64
+    assert default_chunk(8, 512, 768, skips=True) == 64
+    assert default_chunk(1, 16384, 151936, "bfloat16", skips=True) == 1639
+    assert default_chunk(1, 4096, 151936, "bfloat16", skips=True) == 1024
 
 
 CONFIG = transformer.ModelConfig(

@@ -138,7 +138,7 @@ def test_gradients_do_not_depend_on_micro_batches():
 
     def loss(params, micro, denominator):
         hidden = MODEL.hidden(params, micro.rows)
-        logp, entropy = update.row_logprobs(MODEL, params, micro.rows, hidden)
+        logp, entropy = update.row_logprobs(MODEL, params, micro.rows, hidden, micro.mask)
         return losses.policy_loss(
             logp,
             micro.old_logp,

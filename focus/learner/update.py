@@ -27,7 +27,7 @@ from focus.learner.packing import Rows, take_rows
 from focus.learner.state import TrainState
 from focus.policy import lora, rounded
 from focus.policy import model as models
-from focus.policy.logprobs import chunked_logprobs
+from focus.policy.logprobs import chunked_logprobs, wanted_first
 from focus.types import Array
 
 Params = Any
@@ -120,29 +120,45 @@ def take_positions(hidden: Array, index: Array) -> Array:
 
 
 def row_logprobs(
-    model: PolicyModel, params: Params, rows: Rows, hidden: Array, temperature: float = 1.0
+    model: PolicyModel,
+    params: Params,
+    rows: Rows,
+    hidden: Array,
+    wanted: Array,
+    temperature: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Log-probability of each token of packed rows given the path that leads to it.
+    """Log-probability of tokens of packed rows given the path that leads to each.
+
+    Most of a row is what the policy has read. Its tokens would be multiplied with the whole
+    vocabulary for nothing, so those that are wanted are brought together first.
 
     Args:
       model: the model.
       params: its parameters.
       rows: packed rows.
       hidden: `model.hidden(params, rows)`.
+      wanted: [R, L] bool, tokens that have one before them.
       temperature: see `chunked_logprobs`.
 
     Returns:
-      `(logp [R, L], entropy [R, L])` of the distribution that the token was drawn from; without
-      meaning at padding and at the first token of a sequence.
+      `(logp [R, L], entropy [R, L])` of the distribution that the token was drawn from; 0 where
+      nothing is wanted.
     """
-    before = take_positions(hidden, rows.parent)
-    return chunked_logprobs(
-        before,
+    order = wanted_first(wanted)
+    parent, tokens, sorted_wanted = (
+        jnp.take_along_axis(x, order, axis=1) for x in (rows.parent, rows.tokens, wanted)
+    )
+    found = chunked_logprobs(
+        take_positions(hidden, parent),
         model.unembedding(params),
-        rows.tokens,
+        tokens,
+        wanted=sorted_wanted,
         temperature=temperature,
         chunk=model.logprob_chunk,
     )
+    back = jnp.argsort(order, axis=1)
+    logp, entropy = (jnp.take_along_axis(x, back, axis=1) for x in found)
+    return logp, entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,8 +166,8 @@ class Scores:
     """What one forward pass says of packed rows; NumPy arrays.
 
     Attributes:
-      logp: [R, L] log-probs under the trainer.
-      entropy: [R, L] entropies.
+      logp: [R, L] log-probs under the trainer of generated tokens; 0 elsewhere.
+      entropy: [R, L] entropies of the same.
       state_hidden: [R, P, H] hidden states at states: the critic's features.
     """
 
@@ -170,7 +186,7 @@ def jit_score(model: PolicyModel, *, mesh: Mesh, temperature: float = 1.0) -> Ca
     def forward(params, rows, frozen=None):
         params = complete(params, frozen)
         hidden = model.hidden(params, rows)
-        logp, entropy = row_logprobs(model, params, rows, hidden, temperature)
+        logp, entropy = row_logprobs(model, params, rows, hidden, rows.generated_mask, temperature)
         return logp, entropy, take_positions(hidden, rows.state_pos)
 
     forward = sharding.on_mesh(forward, mesh)
@@ -286,7 +302,7 @@ def make_policy_loss(
 
     def loss(params, batch, denominator):
         hidden = model.hidden(params, batch.rows)
-        logp, entropy = row_logprobs(model, params, batch.rows, hidden, temperature)
+        logp, entropy = row_logprobs(model, params, batch.rows, hidden, batch.mask, temperature)
         return losses.policy_loss(
             logp,
             batch.old_logp,
@@ -349,7 +365,7 @@ def make_supervised_update(
 
     def loss(params, batch, denominator):
         hidden = model.hidden(params, batch.rows)
-        logp, _ = row_logprobs(model, params, batch.rows, hidden, config.temperature)
+        logp, _ = row_logprobs(model, params, batch.rows, hidden, batch.mask, config.temperature)
         return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
 
     return _make_update(model, loss, optimizer, config, mesh, shardings, frozen)

@@ -2,7 +2,8 @@
 
 The logits of a batch are the largest array of a language model's training step: tokens x
 vocabulary in float32, several times over once the softmax is differentiated. Here they exist
-for one chunk of tokens at a time, forward and backward.
+for one chunk of tokens at a time, forward and backward, and a chunk that nobody asks about is
+left out: of what an agent's policy reads, it has written a small part.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ Array = jax.Array
 # reduction of the unembedding's gradient per chunk). Larger ones leave the caches of a CPU: 16 MiB
 # of float32. Accelerators, which compute in bfloat16, want matrices of a thousand rows: 1 GiB.
 LOGITS_PER_CHUNK = {"float32": 2**22, "bfloat16": 2**28}
+# Where chunks can be left out, rows are cut finer, down to products that are still worth a call.
+CHUNKS_TO_SKIP = 8
+TOKENS_PER_CHUNK = {"float32": 128, "bfloat16": 1024}
 
 
-def default_chunk(rows: int, length: int, vocab_size: int, dtype: str = "float32") -> int:
+def default_chunk(
+    rows: int, length: int, vocab_size: int, dtype: str = "float32", *, skips: bool = False
+) -> int:
     """Tokens per row and chunk such that few logits are alive at a time on one device.
 
     A row that needs n chunks is cut evenly, so that little of the last one is padding.
@@ -34,15 +40,38 @@ def default_chunk(rows: int, length: int, vocab_size: int, dtype: str = "float32
       length: tokens of a row that one device has.
       vocab_size: V.
       dtype: that of the hidden states; 2^22 logits in float32, 2^28 in bfloat16.
+      skips: whether chunks may turn out to be unwanted: up to `CHUNKS_TO_SKIP` a row then, of at
+        least 128 tokens over all rows in float32, 1024 in bfloat16.
 
     Returns:
       A number in [1, length].
     """
     rows, vocab_size = -(-rows // axis_size(ROWS)), -(-vocab_size // axis_size("tensor"))
-    budget = LOGITS_PER_CHUNK.get(dtype, LOGITS_PER_CHUNK["float32"])
-    most = max(1, budget // (rows * vocab_size))
+    known = dtype if dtype in LOGITS_PER_CHUNK else "float32"
+    most = max(1, LOGITS_PER_CHUNK[known] // (rows * vocab_size))
+    if skips:
+        least = -(-TOKENS_PER_CHUNK[known] // rows)
+        most = min(most, max(least, -(-length // CHUNKS_TO_SKIP)))
     chunks = -(-length // most)
     return -(-length // chunks)
+
+
+def wanted_first(wanted: Array) -> Array:
+    """Order of tokens in which `chunked_logprobs` can leave out most.
+
+    Args:
+      wanted: [R, T] bool.
+
+    Returns:
+      [R, T] int32 row indices: wanted tokens to the front, on a mesh to that of each device's
+      share of the row, otherwise in the order that they have.
+    """
+    shares = axis_size("sequence")
+    chex.assert_is_divisible(wanted.shape[1], shares)
+    length = wanted.shape[1] // shares
+    order = jnp.argsort(~wanted.reshape(-1, shares, length), axis=2, stable=True)
+    start = length * jnp.arange(shares, dtype=order.dtype)
+    return (order + start[:, None]).reshape(wanted.shape)
 
 
 def chunked_logprobs(
@@ -50,6 +79,7 @@ def chunked_logprobs(
     unembedding: Array,
     targets: Array,
     *,
+    wanted: Array | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Array, Array]:
@@ -66,12 +96,14 @@ def chunked_logprobs(
         multiple of its size, over sequence; chunks are cut out of each device's share of T.
       unembedding: [V, H]; on a mesh V is spread over tensor.
       targets: [..., T] int32 in [0, V).
+      wanted: [..., T] bool, tokens whose numbers are asked for; None: all. Chunks without any cost
+        nothing, which is worth most where `wanted_first` has brought them together.
       temperature: divides the logits. 0 means greedy sampling and is scored on raw logits, as
         rollout engines do.
       chunk: tokens of a row that a device treats at a time; None chooses by size.
 
     Returns:
-      `(logp [..., T], entropy [..., T])` in float32.
+      `(logp [..., T], entropy [..., T])` in float32; 0 where nothing is wanted.
     """
     chex.assert_equal_shape_prefix([hidden, targets], targets.ndim)
     chex.assert_rank(hidden, targets.ndim + 1)
@@ -81,15 +113,22 @@ def chunked_logprobs(
     length = targets.shape[-1] // shares
     # The parts of a row get an axis of their own: every device cuts chunks out of what it has.
     by_share = hidden.reshape(-1, shares, length, width)
+    rows = by_share.shape[0]
     if chunk is None:
-        chunk = default_chunk(by_share.shape[0], length, unembedding.shape[0], hidden.dtype.name)
-    # Gathered once and not once per chunk.
-    unembedding = constrain(unembedding.astype(hidden.dtype), "tensor", None)
+        chunk = default_chunk(
+            rows, length, unembedding.shape[0], hidden.dtype.name, skips=wanted is not None
+        )
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    logp, entropy = _logprobs(
-        scale, min(chunk, length), by_share, unembedding, targets.reshape(by_share.shape[:-1])
-    )
-    return logp.reshape(targets.shape), entropy.reshape(targets.shape)
+    chunk = min(chunk, length)
+    asked = None
+    if wanted is not None:
+        asked = _split(wanted.reshape(by_share.shape[:-1]), chunk).any(axis=(1, 2, 3))
+    targets_by_share = targets.reshape(by_share.shape[:-1])
+    found = _logprobs(scale, chunk, by_share, unembedding, targets_by_share, asked)
+    logp, entropy = (x.reshape(targets.shape) for x in found)
+    if wanted is None:
+        return logp, entropy
+    return jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0)
 
 
 def _split(x: Array, chunk: int) -> Array:
@@ -109,8 +148,9 @@ def _join(x: Array, length: int) -> Array:
 
 
 def _scaled_logits(scale: float, hidden: Array, unembedding: Array) -> Array:
-    matrix = unembedding.astype(hidden.dtype)
-    logits = scale * jnp.einsum("bsth,vh->bstv", hidden, matrix, preferred_element_type=jnp.float32)
+    logits = scale * jnp.einsum(
+        "bsth,vh->bstv", hidden, unembedding, preferred_element_type=jnp.float32
+    )
     return constrain(logits, ROWS, "sequence", None, "tensor")
 
 
@@ -119,15 +159,34 @@ def _is_target(logits: Array, targets: Array) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 3) == targets[..., None]
 
 
+def _scan(one_chunk, carry, asked, inputs):
+    """`lax.scan` over chunks that gives zeros for those with `asked` [chunks] False; None: all."""
+
+    def skip(carry, chunk):
+        _, outputs = jax.eval_shape(one_chunk, carry, chunk)
+        return carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
+
+    def body(carry, asked_and_chunk):
+        asked, chunk = asked_and_chunk
+        if asked is None:
+            return one_chunk(carry, chunk)
+        return jax.lax.cond(asked, one_chunk, skip, carry, chunk)
+
+    return jax.lax.scan(body, carry, (asked, inputs))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _logprobs(scale, chunk, hidden, unembedding, targets):
-    return _logprobs_fwd(scale, chunk, hidden, unembedding, targets)[0]
+def _logprobs(scale, chunk, hidden, unembedding, targets, asked):
+    return _logprobs_fwd(scale, chunk, hidden, unembedding, targets, asked)[0]
 
 
-def _logprobs_fwd(scale, chunk, hidden, unembedding, targets):
+def _logprobs_fwd(scale, chunk, hidden, unembedding, targets, asked):
+    # Gathered once and not once per chunk; in here, so that its gradient is never gathered.
+    matrix = constrain(unembedding.astype(hidden.dtype), "tensor", None)
+
     def one_chunk(carry, inputs):
         h, y = inputs
-        logits = _scaled_logits(scale, h, unembedding)
+        logits = _scaled_logits(scale, h, matrix)
         top = jnp.max(logits, axis=-1)
         weights = jnp.exp(logits - top[..., None])
         total = jnp.sum(weights, axis=-1)
@@ -136,35 +195,34 @@ def _logprobs_fwd(scale, chunk, hidden, unembedding, targets):
         entropy = log_total - jnp.sum(weights * logits, axis=-1) / total
         return carry, (at_target - log_total, entropy, log_total)
 
-    _, outputs = jax.lax.scan(one_chunk, None, (_split(hidden, chunk), _split(targets, chunk)))
+    _, outputs = _scan(one_chunk, None, asked, (_split(hidden, chunk), _split(targets, chunk)))
     logp, entropy, log_total = (_join(x, hidden.shape[2]) for x in outputs)
-    return (logp, entropy), (hidden, unembedding, targets, log_total, entropy)
+    like = jnp.zeros((0,), unembedding.dtype)
+    return (logp, entropy), (hidden, matrix, like, targets, asked, log_total, entropy)
 
 
 def _logprobs_bwd(scale, chunk, residuals, cotangents):
-    hidden, unembedding, targets, log_total, entropy = residuals
-    matrix = unembedding.astype(hidden.dtype)
+    hidden, matrix, like, targets, asked, log_total, entropy = residuals
 
     def one_chunk(grad_unembedding, inputs):
         h, y, lse, ent, g_logp, g_entropy = inputs
-        logp = _scaled_logits(scale, h, unembedding) - lse[..., None]
+        logp = _scaled_logits(scale, h, matrix) - lse[..., None]
         # d logp / dz = onehot - p and d entropy / dz = -p (log p + entropy).
         pull = g_logp[..., None] + g_entropy[..., None] * (logp + ent[..., None])
         g_logits = jnp.where(_is_target(logp, y), g_logp[..., None], 0.0) - jnp.exp(logp) * pull
         g_logits = (scale * g_logits).astype(h.dtype)
         g_hidden = jnp.einsum("bstv,vh->bsth", g_logits, matrix)
-        grad_unembedding += jnp.einsum(
-            "bstv,bsth->vh", g_logits, h, preferred_element_type=jnp.float32
-        )
-        return grad_unembedding, g_hidden
+        added = jnp.einsum("bstv,bsth->vh", g_logits, h, preferred_element_type=jnp.float32)
+        # Cut up where it is added, or every device would hold the sum of all.
+        return grad_unembedding + constrain(added, "tensor", "fsdp"), g_hidden
 
     per_token = (hidden, targets, log_total, entropy, *cotangents)
-    zeros = jnp.zeros(unembedding.shape, jnp.float32)
-    grad_unembedding, g_hidden = jax.lax.scan(
-        one_chunk, zeros, tuple(_split(x, chunk) for x in per_token)
+    zeros = constrain(jnp.zeros(matrix.shape, jnp.float32), "tensor", "fsdp")
+    grad_unembedding, g_hidden = _scan(
+        one_chunk, zeros, asked, tuple(_split(x, chunk) for x in per_token)
     )
     g_hidden = _join(g_hidden, hidden.shape[2])
-    return g_hidden, grad_unembedding.astype(unembedding.dtype), None
+    return g_hidden, grad_unembedding.astype(like.dtype), None, None
 
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
