@@ -21,8 +21,9 @@ from focus.learner.backbone import BackboneCritic, BackboneOptions
 from focus.learner.channels import read_channels
 from focus.learner.critic import CriticLearner, CriticOptions
 from focus.learner.losses import PolicyLossConfig
+from focus.learner.scoring import PolicyModel
 from focus.learner.state import OptimizerConfig
-from focus.learner.update import PolicyModel, UpdateConfig
+from focus.learner.update import UpdateConfig
 from focus.policy import hf, tool_calls
 from focus.policy import model as models
 from focus.policy.chat import TemplateChat, load_chat

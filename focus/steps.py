@@ -20,8 +20,9 @@ from focus.critic.calibration import calibration
 from focus.engines import alive_everywhere
 from focus.learner import hosts
 from focus.learner.packing import PackedRows
+from focus.learner.scoring import Scores
 from focus.learner.state import TrainState
-from focus.learner.update import PolicyBatch, Scores
+from focus.learner.update import PolicyBatch
 from focus.rollout import (
     Collected,
     EngineError,

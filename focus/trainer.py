@@ -27,14 +27,9 @@ from focus.learner.batches import bucket, credit_batch, padded
 from focus.learner.compilations import compilations
 from focus.learner.critic import StateBelief
 from focus.learner.evidence import make_evidence
+from focus.learner.scoring import Scores, make_score_fn, policy_model
 from focus.learner.state import TrainState, init_state, make_optimizer
-from focus.learner.update import (
-    PolicyBatch,
-    Scores,
-    make_policy_update,
-    make_score_fn,
-    policy_model,
-)
+from focus.learner.update import PolicyBatch, make_policy_update
 from focus.policy import model as models
 from focus.rollout import (
     Collected,

@@ -28,13 +28,9 @@ import safetensors.numpy
 from focus import experiment
 from focus.context import ContextManager, cite_summary, summarize
 from focus.learner import hosts, packing, sharding
+from focus.learner.scoring import policy_model
 from focus.learner.state import OptimizerConfig, init_state, make_optimizer
-from focus.learner.update import (
-    SupervisedBatch,
-    UpdateConfig,
-    make_supervised_update,
-    policy_model,
-)
+from focus.learner.update import SupervisedBatch, UpdateConfig, make_supervised_update
 from focus.policy import hf
 from focus.policy import model as models
 from focus.policy.chat import TemplateChat
@@ -49,6 +45,7 @@ _SOURCES = (
     "warm_start.py",
     "context/cite_summary.py",
     "context/summarize.py",
+    "learner/scoring.py",
     "learner/update.py",
     "learner/state.py",
     "policy/attention.py",

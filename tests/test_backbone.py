@@ -15,7 +15,7 @@ from random_trajectories import VOCAB, make_trajectory
 
 from focus import experiment
 from focus.critic import head
-from focus.learner import backbone, sharding, state, update
+from focus.learner import backbone, scoring, sharding, state
 from focus.learner.critic import CriticLearner, CriticOptions
 from focus.policy import transformer
 from focus.train import train
@@ -31,7 +31,7 @@ MODEL_CONFIG = transformer.ModelConfig(
     max_context=64,
     tie_embeddings=False,
 )
-MODEL = update.policy_model(MODEL_CONFIG)
+MODEL = scoring.policy_model(MODEL_CONFIG)
 MESH = sharding.make_mesh(devices=jax.devices()[:1])
 HEADS = head.CriticConfig(feature_dim=16, hidden_dim=16, cost_scale=4.0)
 PARAMS = jax.jit(lambda key: transformer.init_params(MODEL_CONFIG, key))(jax.random.key(0))
@@ -75,7 +75,7 @@ def test_the_backbone_starts_as_a_copy_of_the_policy_and_all_of_it_is_trained():
     copied = {name: x for name, x in PARAMS.items() if name != "lm_head"}
     jax.tree.map(np.testing.assert_array_equal, start.backbone, copied)
     packed = pack(forest())
-    scores = update.make_score_fn(MODEL, mesh=MESH, micro_rows=2)(PARAMS, packed.rows)
+    scores = scoring.make_score_fn(MODEL, mesh=MESH, micro_rows=2)(PARAMS, packed.rows)
     train_state = state.TrainState(np.int32(0), None, None, start)
     at_states = packed.rows.state_pos >= 0
     hidden = critic.features(train_state, packed.rows)
@@ -124,7 +124,7 @@ def test_it_learns_a_value_that_the_policys_hidden_states_do_not_carry():
         cost = belief.cost[: len(unseen), 0].sum() / sum(t.num_tokens for t in unseen)
         return np.mean(error**2), cost
 
-    score = update.make_score_fn(MODEL, mesh=MESH, micro_rows=2)
+    score = scoring.make_score_fn(MODEL, mesh=MESH, micro_rows=2)
     frozen, _ = train_and_test(
         CriticLearner(HEADS, CriticOptions(minibatch_size=64, capacity=256), score, mesh=MESH)
     )

@@ -31,7 +31,7 @@ from random_trajectories import make_forest
 
 from focus import experiment
 from focus.evaluate import evaluate_run
-from focus.learner import losses, sharding, state, update
+from focus.learner import losses, scoring, sharding, state, update
 from focus.learner.checkpoint import Checkpointer
 from focus.learner.packing import pack_trajectories
 from focus.metrics import read_metrics
@@ -220,14 +220,14 @@ def packed(config, seed=0):
 
 def training(config, model=None):
     """Base parameters, a state of adapters, and the functions that score and update it."""
-    model = model or update.policy_model(config)
+    model = model or scoring.policy_model(config)
     base = make_params(config)
     train_state, shardings = sharding.init_sharded(
         lambda key: state.init_state(lora.init_adapters(config, LORA, key), OPTIMIZER),
         jax.random.key(0),
         mesh=MESH,
     )
-    score = update.make_score_fn(model, mesh=MESH, micro_rows=2, frozen=base)
+    score = scoring.make_score_fn(model, mesh=MESH, micro_rows=2, frozen=base)
     step = update.make_policy_update(
         model,
         OPTIMIZER,
@@ -243,18 +243,18 @@ def training(config, model=None):
 @each_family
 def test_only_adapters_are_trained_and_the_base_stays_bit_for_bit(family):
     config, rows = FAMILIES[family], packed(FAMILIES[family]).rows
-    traces, model = [], update.policy_model(config)
+    traces, model = [], scoring.policy_model(config)
 
     def counted(params, rows):
         traces.append(1)
         return model.hidden(params, rows)
 
     base, train_state, score, step = training(
-        config, update.PolicyModel(counted, model.unembedding)
+        config, scoring.PolicyModel(counted, model.unembedding)
     )
     before, first = copy(base), copy(train_state.params)
     old = score(train_state.params, rows)
-    plain = update.make_score_fn(model, mesh=MESH, micro_rows=2)
+    plain = scoring.make_score_fn(model, mesh=MESH, micro_rows=2)
     np.testing.assert_allclose(old.logp, plain(base, rows).logp, atol=1e-5)
     sign = np.where(rows.tokens % 2, 1.0, -1.0).astype(np.float32)
     mask = rows.generated_mask
@@ -287,7 +287,7 @@ def test_no_gradient_of_the_base_is_computed():
     """Neither a product nor any other result of the backward pass has a frozen matrix's shape."""
     # Sizes that occur nowhere else, and no casts, which would have the shape as well.
     config = dataclasses.replace(DENSE, vocab_size=46, d_ff=38)
-    model, rows = update.policy_model(config), packed(config).rows
+    model, rows = scoring.policy_model(config), packed(config).rows
     loss = update.make_policy_loss(model, losses.PolicyLossConfig(), 1.0)
     base, adapters = make_params(config), make_adapters(config)
     shape = rows.tokens.shape
@@ -311,7 +311,7 @@ def test_no_gradient_of_the_base_is_computed():
 EIGHT_DEVICES = """
 import json, sys
 import jax, numpy as np
-from focus.learner import losses, sharding, state, update
+from focus.learner import losses, scoring, sharding, state, update
 from focus.policy import lora
 import test_lora
 
@@ -319,7 +319,7 @@ config = test_lora.FAMILIES[sys.argv[1]]
 rows = test_lora.packed(config).rows
 rng = np.random.default_rng(0)
 ADVANTAGES = rng.normal(size=rows.tokens.shape).astype(np.float32)
-model = update.policy_model(config)
+model = scoring.policy_model(config)
 assert len(jax.devices()) == 8
 
 
@@ -337,7 +337,7 @@ def run(devices, *shape):
             cut = places[group][name].spec
             assert adapter.a.sharding.spec[1:] == (cut[1], None), name
             assert adapter.b.sharding.spec[1:] == (None, cut[2]), name
-    score = update.make_score_fn(model, mesh=mesh, micro_rows=8, frozen=base)
+    score = scoring.make_score_fn(model, mesh=mesh, micro_rows=8, frozen=base)
     old = score(train_state.params, rows)
     step = update.make_policy_update(
         model, test_lora.OPTIMIZER, losses.PolicyLossConfig(entropy_coefficient=0.01),

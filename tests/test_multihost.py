@@ -20,7 +20,7 @@ from processes import JOIN, TESTS, environment, free_port, together
 
 from focus.critic.head import CriticConfig
 from focus.journal import read_json_lines
-from focus.learner import hosts, losses, sharding, state, update
+from focus.learner import hosts, losses, scoring, sharding, state, update
 from focus.learner.backbone import BackboneCritic, BackboneOptions
 from focus.learner.critic import CriticLearner, CriticOptions
 from focus.metrics import read_metrics
@@ -46,9 +46,9 @@ def learner_report():
     forests = [forest(0, 3, 5), forest(1, 3, 5)]
     forests = forests if hosts.count() == 1 else [forests[hosts.index()]]
     mesh = sharding.make_mesh(-1, 2, 2)
-    model = update.policy_model(CONFIG)
+    model = scoring.policy_model(CONFIG)
     optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2))
-    score = update.make_score_fn(model, mesh=mesh, micro_rows=MICRO_ROWS)
+    score = scoring.make_score_fn(model, mesh=mesh, micro_rows=MICRO_ROWS)
 
     def init(key):
         return state.init_state(transformer.init_params(CONFIG, key), optimizer)

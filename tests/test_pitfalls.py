@@ -69,7 +69,7 @@ from focus import experiment
 from focus.credit import ESTIMATORS, estimate
 from focus.critic import head
 from focus.critic import losses as critic_losses
-from focus.learner import losses, sharding, update
+from focus.learner import losses, scoring, sharding
 from focus.learner.batches import credit_batch
 from focus.learner.packing import pack_trajectories
 from focus.policy import transformer
@@ -310,7 +310,7 @@ MODEL_CONFIG = transformer.ModelConfig(
 
 
 def test_pitfall_18_temperature_changes_logprobs_and_never_values():
-    model = update.policy_model(MODEL_CONFIG)
+    model = scoring.policy_model(MODEL_CONFIG)
     params = transformer.init_params(MODEL_CONFIG, jax.random.key(0))
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     rows = pack([make_trajectory(random.Random(0), "b", turns=3)]).rows
@@ -318,7 +318,7 @@ def test_pitfall_18_temperature_changes_logprobs_and_never_values():
     critic = head.init_critic(critic_config, jax.random.key(1))
 
     def at(temperature):
-        score = update.make_score_fn(model, mesh=mesh, micro_rows=1, temperature=temperature)
+        score = scoring.make_score_fn(model, mesh=mesh, micro_rows=1, temperature=temperature)
         scores = score(params, rows)
         output = head.apply_critic(critic_config, critic, scores.state_hidden)
         belief = head.belief(critic_config, output.value_logits)

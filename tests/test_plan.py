@@ -15,13 +15,9 @@ import rich.console
 from configs import quickstart, tpu_pod
 from focus import experiment
 from focus.learner import packing, sharding
+from focus.learner.scoring import make_score_fn, policy_model
 from focus.learner.state import init_state, make_optimizer
-from focus.learner.update import (
-    PolicyBatch,
-    make_policy_update,
-    make_score_fn,
-    policy_model,
-)
+from focus.learner.update import PolicyBatch, make_policy_update
 from focus.policy import model as models
 from focus.policy import transformer
 from focus.tpu import estimate, flops, plan

@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES, make_params
 from random_trajectories import make_forest
 
-from focus.learner import update
+from focus.learner import scoring
 from focus.learner.packing import pack_trajectories
 from focus.policy import rounded
 from focus.policy.layers import project
@@ -21,7 +21,7 @@ def rows_of(config):
         max_nodes=6,
         max_states=12,
         rows_multiple=2,
-        share_prefixes=update.policy_model(config).shares_prefixes,
+        share_prefixes=scoring.policy_model(config).shares_prefixes,
     ).rows
 
 
@@ -59,7 +59,7 @@ def test_operands_of_all_three_products_are_rounded_and_sums_are_not():
 def test_every_projection_of_a_model_is_rounded_and_the_rest_is_close(family):
     config = FAMILIES[family]
     params, rows = make_params(config), rows_of(config)
-    exact, short = (update.policy_model(config, products=p).hidden for p in (None, "bfloat16"))
+    exact, short = (scoring.policy_model(config, products=p).hidden for p in (None, "bfloat16"))
     real = rows.node_id >= 0
     difference = np.abs(exact(params, rows) - short(params, rows))[real].mean()
     assert 1e-4 < difference < 0.1
@@ -77,7 +77,7 @@ def test_the_gradient_points_where_the_exact_one_does():
     real = (rows.node_id >= 0)[..., None]
 
     def gradient(products):
-        hidden = update.policy_model(config, products=products).hidden
+        hidden = scoring.policy_model(config, products=products).hidden
         grads = jax.grad(lambda p: jnp.sum(jnp.where(real, hidden(p, rows), 0) ** 3))
         return jax.flatten_util.ravel_pytree(grads(params))[0]
 
@@ -88,7 +88,7 @@ def test_the_gradient_points_where_the_exact_one_does():
 
 def test_what_cannot_be_rounded_is_refused():
     with pytest.raises(ValueError, match="products must be None or one of bfloat16.*'int8'"):
-        update.policy_model(FAMILIES["qwen3"], products="int8")
+        scoring.policy_model(FAMILIES["qwen3"], products="int8")
     weight = rounded.RoundedWeight(jnp.ones((4, 4)), "bfloat16")
     with pytest.raises(ValueError, match="computes in bfloat16 already"):
         project(jnp.ones((2, 4), jnp.bfloat16), weight)

@@ -14,7 +14,7 @@ from learner_steps import born, evidence_of, forest, named, pack
 from processes import run_program
 
 from focus.critic.head import CriticConfig
-from focus.learner import losses, sharding, state, update
+from focus.learner import losses, scoring, sharding, state, update
 from focus.learner.backbone import BackboneCritic, BackboneOptions
 from focus.learner.critic import CriticLearner, CriticOptions
 from focus.policy import model as models
@@ -146,7 +146,7 @@ def test_rows_that_do_not_divide_are_refused_before_they_are_placed():
 
 def learner_steps_on(config, mesh):
     """Numbers that scoring, two updates of the policy and one of each critic give."""
-    model = update.policy_model(config)
+    model = scoring.policy_model(config)
     optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2))
     trajectories = forest(0, 8, 8)
     packed = pack(trajectories, share_prefixes=models.shares_prefixes(config))
@@ -161,7 +161,7 @@ def learner_steps_on(config, mesh):
         lambda key: state.init_state(models.init_params(config, key), optimizer), KEY, mesh=mesh
     )
     assert_placed(train_state, shardings, mesh)
-    score = update.make_score_fn(counted, mesh=mesh, micro_rows=MICRO_ROWS)
+    score = scoring.make_score_fn(counted, mesh=mesh, micro_rows=MICRO_ROWS)
     scores = score(train_state.params, rows)
     report = {
         "logp": scores.logp[rows.generated_mask],

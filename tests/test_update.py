@@ -10,7 +10,7 @@ import optax
 import pytest
 from random_trajectories import VOCAB, make_forest
 
-from focus.learner import losses, sharding, state, update
+from focus.learner import losses, scoring, sharding, state, update
 from focus.learner.packing import pack_trajectories
 from focus.policy import transformer
 
@@ -24,7 +24,7 @@ CONFIG = transformer.ModelConfig(
     d_ff=24,
     max_context=64,
 )
-MODEL = update.policy_model(CONFIG)
+MODEL = scoring.policy_model(CONFIG)
 MESH = sharding.make_mesh(devices=jax.devices()[:1])
 OPTIMIZER = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2))
 INIT = functools.partial(transformer.init_params, CONFIG)
@@ -83,11 +83,11 @@ def test_scores_do_not_depend_on_micro_batches_and_compile_once():
     packed, fewer = packed_forest(), packed_forest(1, 2, 1)
     params = jax.jit(INIT)(jax.random.key(0))
     model, traces = counting_model()
-    score = update.make_score_fn(model, mesh=MESH, micro_rows=2, temperature=0.7)
+    score = scoring.make_score_fn(model, mesh=MESH, micro_rows=2, temperature=0.7)
     scores = score(params, packed.rows)
     score(params, fewer.rows)
     assert packed.rows.num_rows != fewer.rows.num_rows and len(traces) == 1
-    other = update.make_score_fn(MODEL, mesh=MESH, micro_rows=3, temperature=0.7)(
+    other = scoring.make_score_fn(MODEL, mesh=MESH, micro_rows=3, temperature=0.7)(
         params, packed.rows
     )
     mask, at_states = packed.rows.generated_mask, packed.rows.state_pos >= 0
@@ -110,7 +110,7 @@ def test_prefix_trees_are_refused_where_a_model_knows_documents_only():
     params = jax.jit(INIT)(jax.random.key(0))
     train_state, shardings = new_state()
     model = dataclasses.replace(MODEL, shares_prefixes=False)
-    score = update.make_score_fn(model, mesh=MESH, micro_rows=2)
+    score = scoring.make_score_fn(model, mesh=MESH, micro_rows=2)
     step = update.make_policy_update(
         model,
         OPTIMIZER,
@@ -127,7 +127,7 @@ def test_prefix_trees_are_refused_where_a_model_knows_documents_only():
     whole = pack_trajectories(
         make_forest(0), row_length=32, max_nodes=6, max_states=12, share_prefixes=False
     )
-    update.check_rows(model, whole.rows)
+    scoring.check_rows(model, whole.rows)
 
 
 def test_gradients_do_not_depend_on_micro_batches():
@@ -138,7 +138,7 @@ def test_gradients_do_not_depend_on_micro_batches():
 
     def loss(params, micro, denominator):
         hidden = MODEL.hidden(params, micro.rows)
-        logp, entropy = update.row_logprobs(MODEL, params, micro.rows, hidden, micro.mask)
+        logp, entropy = scoring.row_logprobs(MODEL, params, micro.rows, hidden, micro.mask)
         return losses.policy_loss(
             logp,
             micro.old_logp,
@@ -203,7 +203,7 @@ def test_policy_update_compiles_once_and_counts_its_steps():
 def test_an_update_raises_good_tokens_and_lowers_bad_ones():
     packed = packed_forest()
     train_state, shardings = new_state()
-    score = update.make_score_fn(MODEL, mesh=MESH, micro_rows=2)
+    score = scoring.make_score_fn(MODEL, mesh=MESH, micro_rows=2)
     old = score(train_state.params, packed.rows).logp
     mask = packed.rows.generated_mask
     sign = np.where(packed.rows.tokens % 2, 1.0, -1.0).astype(np.float32)

@@ -97,7 +97,7 @@ def ours(directory: Path, work: Work) -> Timed:
     plays = work.draw(config.vocab_size)
     if work.task == "decode":
         return _decode_ours(config, params, plays, work)
-    from focus.learner import packing, sharding, state
+    from focus.learner import packing, scoring, sharding, state
     from focus.learner import update as updates
 
     dense = work.shape == "dense"
@@ -109,9 +109,9 @@ def ours(directory: Path, work: Work) -> Timed:
         max_states=2 if dense else 64,
         rows_multiple=1,
     )
-    rows, mesh, model = packed.rows, sharding.make_mesh(), updates.policy_model(config)
+    rows, mesh, model = packed.rows, sharding.make_mesh(), scoring.policy_model(config)
     if work.task == "score":
-        score = updates.make_score_fn(model, mesh=mesh, micro_rows=micro_rows)
+        score = scoring.make_score_fn(model, mesh=mesh, micro_rows=micro_rows)
         last = []
 
         def rescore() -> None:

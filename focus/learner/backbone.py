@@ -27,8 +27,8 @@ from focus.critic.state import Evidence, condition_posterior, critic_objective
 from focus.learner import hosts, sharding
 from focus.learner.critic import CriticReader
 from focus.learner.packing import PackedRows, Rows, take_rows
+from focus.learner.scoring import PolicyModel, Scores, blocks, check_rows, take_positions
 from focus.learner.state import OptimizerConfig, TrainState, make_optimizer
-from focus.learner.update import PolicyModel, Scores, blocks, check_rows, take_positions
 from focus.types import Array
 
 

@@ -26,8 +26,8 @@ from focus.critic.state import (
 )
 from focus.learner import hosts
 from focus.learner.packing import PackedRows, Rows
+from focus.learner.scoring import Scores
 from focus.learner.state import TrainState
-from focus.learner.update import Scores
 
 State = TypeVar("State")
 

@@ -31,15 +31,9 @@ from focus.critic.state import Evidence
 from focus.learner import packing, sharding
 from focus.learner.backbone import EvidenceRows
 from focus.learner.critic import CriticLearner
+from focus.learner.scoring import jit_score, policy_model
 from focus.learner.state import init_state, make_optimizer
-from focus.learner.update import (
-    PolicyBatch,
-    jit_accumulate,
-    jit_apply,
-    jit_score,
-    make_policy_loss,
-    policy_model,
-)
+from focus.learner.update import PolicyBatch, jit_accumulate, jit_apply, make_policy_loss
 from focus.policy import model as models
 from focus.tpu import flops, hlo
 from focus.tpu.chips import Slice
