@@ -217,5 +217,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
         c.rollout.group_size = 1 if method == "ppo" else 8
     if method == "self_credit":
         c.context.manager = "cite_summary"
+        c.context.limit = 220  # most episodes close with their one summary, long ones have two
         c.rollout.max_summary_tokens = 48
+        c.warm_start.steps = 3000  # notes and citations are to be learnt beside everything else
     return c

@@ -120,6 +120,7 @@ class _Run:
         self.trainer, self.config, self.workdir = trainer, trainer.config, workdir
         self.state, self.progress, self.done = start
         self._first = self.done
+        self._sizes: set[int] = set()  # padded numbers of trajectories that steps had so far
         self._journal, self._checkpointer = journal, checkpointer
         self._push = trainer.backend.publisher(workdir)
         self._order = trainer.task_order(self.progress.cursor, self.progress.owed)
@@ -190,8 +191,11 @@ class _Run:
             latest = await self._evaluate(clock)
             metrics |= latest.to_dict()
             progress.add(technical_failures=latest.technical_failures)
-        if step >= self._first + self._warmup_steps:
+        # Estimators compile once per size that learner.row_buckets allows, whenever it comes first.
+        size = len(learned.segment_advantages)
+        if size in self._sizes and step >= self._first + self._warmup_steps:
             progress.add(recompilations=trainer.compilations - compiled)
+        self._sizes.add(size)
         metrics |= trainer.backend.metrics()
         metrics |= {f"time/{phase}": s for phase, s in clock.seconds.items()}
         progress.ledger += Ledger(seconds=clock.seconds)

@@ -13,6 +13,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from focus.policy import model as models
 from focus.policy.placement import ROWS, axis_size, constrain
@@ -204,7 +205,7 @@ def _logprobs_fwd(scale, chunk, hidden, unembedding, targets, asked):
 def _logprobs_bwd(scale, chunk, residuals, cotangents):
     hidden, matrix, like, targets, asked, log_total, entropy = residuals
 
-    def one_chunk(grad_unembedding, inputs):
+    def one_chunk(grad_matrix, inputs):
         h, y, lse, ent, g_logp, g_entropy = inputs
         logp = _scaled_logits(scale, h, matrix) - lse[..., None]
         # d logp / dz = onehot - p and d entropy / dz = -p (log p + entropy).
@@ -212,17 +213,54 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
         g_logits = jnp.where(_is_target(logp, y), g_logp[..., None], 0.0) - jnp.exp(logp) * pull
         g_logits = (scale * g_logits).astype(h.dtype)
         g_hidden = jnp.einsum("bstv,vh->bsth", g_logits, matrix)
-        added = jnp.einsum("bstv,bsth->vh", g_logits, h, preferred_element_type=jnp.float32)
-        # Cut up where it is added, or every device would hold the sum of all.
-        return grad_unembedding + constrain(added, "tensor", "fsdp"), g_hidden
+        grad_matrix += jnp.einsum(
+            "rbstv,rbsth->rsvh", by_device(g_logits, "tensor"), by_device(h, None),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return grad_matrix, g_hidden
 
+    def by_device(x, width_axis):
+        """[B, S, t, width] to [parts of the rows, B of one part, S, t, width]."""
+        x = x.reshape(shares[0], -1, *x.shape[1:])
+        return constrain(x, ROWS, None, "sequence", None, width_axis)
+
+    # Every device adds up its own tokens, and what it has is summed once and not once per chunk.
+    shares = axis_size(ROWS), hidden.shape[1]
+    zeros = jnp.zeros((*shares, *matrix.shape), jnp.float32)
     per_token = (hidden, targets, log_total, entropy, *cotangents)
-    zeros = constrain(jnp.zeros(matrix.shape, jnp.float32), "tensor", "fsdp")
-    grad_unembedding, g_hidden = _scan(
-        one_chunk, zeros, asked, tuple(_split(x, chunk) for x in per_token)
+    grad_matrix, g_hidden = _scan(
+        one_chunk,
+        constrain(zeros, ROWS, "sequence", "tensor", None),
+        asked,
+        tuple(_split(x, chunk) for x in per_token),
     )
-    g_hidden = _join(g_hidden, hidden.shape[2])
-    return g_hidden, grad_unembedding.astype(like.dtype), None, None
+    grad_matrix = _sum_parts(grad_matrix).astype(like.dtype)
+    return _join(g_hidden, hidden.shape[2]), grad_matrix, None, None
+
+
+def _sum_parts(parts: Array) -> Array:
+    """[parts of the rows, parts of a row, V, H] to [V, H], cut up over fsdp where that divides H.
+
+    Left to the compiler, the sum may be whole on every device before it is cut up.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not {*ROWS, "sequence", "tensor"} <= set(mesh.axis_names):
+        return parts.sum(axis=(0, 1))
+    scatters = parts.shape[3] % mesh.shape["fsdp"] == 0
+
+    def add(part: Array) -> Array:
+        total = part[0, 0]
+        if scatters:
+            total = jax.lax.psum_scatter(total, "fsdp", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(total, ("data", "sequence") if scatters else (*ROWS, "sequence"))
+
+    return jax.shard_map(
+        add,
+        mesh=mesh,
+        in_specs=PartitionSpec(ROWS, "sequence", "tensor"),
+        out_specs=PartitionSpec("tensor", "fsdp" if scatters else None),
+        check_vma=False,
+    )(parts)
 
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
