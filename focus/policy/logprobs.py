@@ -13,7 +13,6 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from focus.policy import model as models
 from focus.policy.placement import ROWS, axis_size, constrain
@@ -234,33 +233,10 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
         asked,
         tuple(_split(x, chunk) for x in per_token),
     )
-    grad_matrix = _sum_parts(grad_matrix).astype(like.dtype)
-    return _join(g_hidden, hidden.shape[2]), grad_matrix, None, None
-
-
-def _sum_parts(parts: Array) -> Array:
-    """[parts of the rows, parts of a row, V, H] to [V, H], cut up over fsdp where that divides H.
-
-    Left to the compiler, the sum may be whole on every device before it is cut up.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not {*ROWS, "sequence", "tensor"} <= set(mesh.axis_names):
-        return parts.sum(axis=(0, 1))
-    scatters = parts.shape[3] % mesh.shape["fsdp"] == 0
-
-    def add(part: Array) -> Array:
-        total = part[0, 0]
-        if scatters:
-            total = jax.lax.psum_scatter(total, "fsdp", scatter_dimension=1, tiled=True)
-        return jax.lax.psum(total, ("data", "sequence") if scatters else (*ROWS, "sequence"))
-
-    return jax.shard_map(
-        add,
-        mesh=mesh,
-        in_specs=PartitionSpec(ROWS, "sequence", "tensor"),
-        out_specs=PartitionSpec("tensor", "fsdp" if scatters else None),
-        check_vma=False,
-    )(parts)
+    grad_matrix = constrain(grad_matrix.sum(axis=(0, 1)), "tensor", "fsdp")
+    # Before the backward pass goes on, so that no device keeps the whole sum until its end.
+    grad_matrix, g_hidden = jax.lax.optimization_barrier((grad_matrix, g_hidden))
+    return _join(g_hidden, hidden.shape[2]), grad_matrix.astype(like.dtype), None, None
 
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
