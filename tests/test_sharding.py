@@ -147,8 +147,8 @@ def test_rows_that_do_not_divide_are_refused_before_they_are_placed():
 def learner_steps_on(config, mesh):
     """Numbers that scoring, two updates of the policy and one of each critic give."""
     model = scoring.policy_model(config)
-    # Adam's usual eps would turn the noise of a gradient near 0 into a full step.
-    optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-2, eps=1e-3))
+    # Small steps: Adam makes full ones of the noise of gradients near 0, and the next pass sees it.
+    optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=1e-3))
     trajectories = forest(0, 8, 8)
     packed = pack(trajectories, share_prefixes=models.shares_prefixes(config))
     rows, traces = packed.rows, []
