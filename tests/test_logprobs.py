@@ -101,6 +101,21 @@ def test_wanted_tokens_come_first_in_the_order_that_they_have():
     np.testing.assert_array_equal(wanted_first(wanted), want)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_frozen_unembedding_costs_no_gradient(masked):
+    hidden, unembedding, targets, *_ = inputs(5, 2, 12, 64)
+    wanted = jnp.ones((2, 12), bool) if masked else None
+
+    def loss(h, w):
+        return chunked_logprobs(h, w, targets, wanted=wanted, chunk=3)[0].sum()
+
+    def flops(arguments):
+        gradient = jax.jit(jax.grad(loss, argnums=arguments)).lower(hidden, unembedding)
+        return gradient.compile().cost_analysis()["flops"]
+
+    assert flops(0) < 0.8 * flops((0, 1))  # three products of the four
+
+
 def test_one_row_needs_no_leading_axis():
     hidden, unembedding, targets, *_ = inputs(0, 1, 5, 11)
     got = chunked_logprobs(hidden[0], unembedding, targets[0], chunk=2)

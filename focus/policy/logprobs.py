@@ -13,6 +13,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from focus.policy import model as models
 from focus.policy.placement import ROWS, axis_size, constrain
@@ -177,10 +178,10 @@ def _scan(one_chunk, carry, asked, inputs):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _logprobs(scale, chunk, hidden, unembedding, targets, asked):
-    return _logprobs_fwd(scale, chunk, hidden, unembedding, targets, asked)[0]
+    return _forward(scale, chunk, hidden, unembedding, targets, asked)[0]
 
 
-def _logprobs_fwd(scale, chunk, hidden, unembedding, targets, asked):
+def _forward(scale, chunk, hidden, unembedding, targets, asked):
     # Gathered once and not once per chunk; in here, so that its gradient is never gathered.
     matrix = constrain(unembedding.astype(hidden.dtype), "tensor", None)
 
@@ -197,12 +198,20 @@ def _logprobs_fwd(scale, chunk, hidden, unembedding, targets, asked):
 
     _, outputs = _scan(one_chunk, None, asked, (_split(hidden, chunk), _split(targets, chunk)))
     logp, entropy, log_total = (_join(x, hidden.shape[2]) for x in outputs)
-    like = jnp.zeros((0,), unembedding.dtype)
-    return (logp, entropy), (hidden, matrix, like, targets, asked, log_total, entropy)
+    return (logp, entropy), (hidden, matrix, targets, asked, log_total, entropy)
+
+
+def _logprobs_fwd(scale, chunk, *primals):
+    found, kept = _forward(scale, chunk, *jax.tree.map(lambda primal: primal.value, primals))
+    unembedding = primals[1]
+    # Nothing for a frozen one; otherwise an array, because a dtype alone cannot be kept.
+    like = jnp.zeros((0,), unembedding.value.dtype) if unembedding.perturbed else None
+    return found, (like, *kept)
 
 
 def _logprobs_bwd(scale, chunk, residuals, cotangents):
-    hidden, matrix, like, targets, asked, log_total, entropy = residuals
+    like, hidden, matrix, targets, asked, log_total, entropy = residuals
+    frozen = like is None
 
     def one_chunk(grad_matrix, inputs):
         h, y, lse, ent, g_logp, g_entropy = inputs
@@ -212,10 +221,11 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
         g_logits = jnp.where(_is_target(logp, y), g_logp[..., None], 0.0) - jnp.exp(logp) * pull
         g_logits = (scale * g_logits).astype(h.dtype)
         g_hidden = jnp.einsum("bstv,vh->bsth", g_logits, matrix)
-        grad_matrix += jnp.einsum(
-            "rbstv,rbsth->rsvh", by_device(g_logits, "tensor"), by_device(h, None),
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        if not frozen:
+            grad_matrix += jnp.einsum(
+                "rbstv,rbsth->rsvh", by_device(g_logits, "tensor"), by_device(h, None),
+                preferred_element_type=jnp.float32,
+            )  # fmt: skip
         return grad_matrix, g_hidden
 
     def by_device(x, width_axis):
@@ -225,21 +235,30 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
 
     # Every device adds up its own tokens, and what it has is summed once and not once per chunk.
     shares = axis_size(ROWS), hidden.shape[1]
-    zeros = jnp.zeros((*shares, *matrix.shape), jnp.float32)
+    grad_matrix = None
+    if not frozen:
+        zeros = jnp.zeros((*shares, *matrix.shape), jnp.float32)
+        grad_matrix = constrain(zeros, ROWS, "sequence", "tensor", None)
+    cotangents = map(_instantiated, cotangents)
     per_token = (hidden, targets, log_total, entropy, *cotangents)
-    grad_matrix, g_hidden = _scan(
-        one_chunk,
-        constrain(zeros, ROWS, "sequence", "tensor", None),
-        asked,
-        tuple(_split(x, chunk) for x in per_token),
-    )
+    inputs = tuple(_split(x, chunk) for x in per_token)
+    grad_matrix, g_hidden = _scan(one_chunk, grad_matrix, asked, inputs)
+    if frozen:
+        return _join(g_hidden, hidden.shape[2]), None, None, None
     grad_matrix = constrain(grad_matrix.sum(axis=(0, 1)), "tensor", "fsdp")
     # Before the backward pass goes on, so that no device keeps the whole sum until its end.
     grad_matrix, g_hidden = jax.lax.optimization_barrier((grad_matrix, g_hidden))
     return _join(g_hidden, hidden.shape[2]), grad_matrix.astype(like.dtype), None, None
 
 
-_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd)
+def _instantiated(cotangent: Array | SymbolicZero) -> Array:
+    """Cotangents of what nothing depends on are no arrays."""
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
 
 
 def token_logprobs(
