@@ -6,7 +6,7 @@
 The programs are those of the trainer: the gradient of a micro-batch, the optimiser step, the
 scoring pass and the critic, with their shardings. A large slice takes a core a quarter of an hour;
 with --cache what was compiled once is read again. Any value of the config can be given, such as
---config.learner.micro_rows=128 or --config.mesh.tensor=2.
+--config.learner.micro_rows=128, --config.mesh.tensor=2 or --config.learner.lora.rank=32.
 
 Exit code 0 if everything fits; 1, with the reason and the way out, if a program does not fit or
 the topology, the mesh or a program's name is wrong.

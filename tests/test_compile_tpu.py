@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tpu_models import HYBRID, SMALL, count_products, logits, shapes_of
 
 from focus import experiment
 from focus.learner import sharding
-from focus.policy import gated_delta, layers, qwen3_5, transformer
+from focus.policy import gated_delta, layers
 from focus.policy import model as models
 from focus.tpu import flops, hlo
 from focus.tpu.chips import TPUS, Slice, parse_topology
@@ -273,54 +273,10 @@ def test_fusions_inside_of_fusions_read_and_write_what_they_slice():
 
 # FLOPs.
 
-SMALL = transformer.ModelConfig(
-    vocab_size=1000,
-    d_model=256,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    d_ff=768,
-    max_context=256,
-    tie_embeddings=False,
-    scan_unroll=3,
-)
-
-
-HYBRID = qwen3_5.Qwen3_5Config(
-    vocab_size=1000,
-    d_model=256,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=64,
-    d_ff=768,
-    max_context=256,
-    full_attention_interval=2,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_dim=64,
-    linear_value_dim=128,
-    scan_unroll=2,
-)
-
 
 def _counted(function, *shapes):
     analysis = jax.jit(function).lower(*shapes).compile().cost_analysis()
     return (analysis[0] if isinstance(analysis, list) else analysis)["flops"]
-
-
-def _shapes(config, length):
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        models.param_shapes(config),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    return params, jax.ShapeDtypeStruct((2, length), jnp.int32)
-
-
-def _logits(config, params, tokens):
-    return models.unembed(config, params, models.hidden_states(config, params, tokens))
 
 
 @pytest.mark.parametrize(
@@ -329,21 +285,8 @@ def _logits(config, params, tokens):
 def test_the_forward_formula_is_what_xla_counts(config, length, monkeypatch):
     # XLA counts the body of a loop once: no loops, then.
     monkeypatch.setattr(jax.lax, "scan", functools.partial(jax.lax.scan, unroll=True))
-    counted = _counted(functools.partial(_logits, config), *_shapes(config, length)) / (2 * length)
+    counted = _counted(functools.partial(logits, config), *shapes_of(config, length)) / (2 * length)
     assert flops.score_flops(config, length)[1] == pytest.approx(counted, rel=0.06)
-
-
-def _products(jaxpr) -> float:
-    """FLOPs of the matrix products of a program, those in scans as often as they run."""
-    total = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            total += 2 * equation.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            total += equation.params.get("length", 1) * _products(inner)
-    return total
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full", "chunks"])
@@ -354,9 +297,9 @@ def test_the_backward_formula_is_what_is_computed(config, attention, remat):
     config = dataclasses.replace(config, attention=attention, remat=remat)
 
     def loss(params, tokens):
-        return jnp.sum(_logits(config, params, tokens) ** 2)
+        return jnp.sum(logits(config, params, tokens) ** 2)
 
-    counted = _products(jax.make_jaxpr(jax.grad(loss))(*_shapes(config, length)).jaxpr)
+    counted = count_products(jax.grad(loss), *shapes_of(config, length))
     executed = flops.train_flops(config, length)[1]
     # The update computes logits a second time, this loss does not.
     executed -= flops.row_flops(config, length).unembedding
@@ -369,11 +312,10 @@ def test_the_formula_of_a_chunk_is_exact(chunk):
     keys, values = (1, heads, length, 64), (1, heads, length, 128)
     numbers = [jnp.zeros(shape) for shape in (keys, keys, values, keys[:3], keys[:3])]
     document, memory = jnp.zeros((1, length), jnp.int32), jnp.zeros((1, heads, 64, 128))
-    traced = jax.make_jaxpr(functools.partial(gated_delta.chunked_delta_rule, chunk=chunk))(
-        *numbers, document, memory
-    )
+    rule = functools.partial(gated_delta.chunked_delta_rule, chunk=chunk)
+    counted = count_products(rule, *numbers, document, memory)
     recurrent = HYBRID.num_layers - flops.attention_layers(HYBRID)
-    assert recurrent * _products(traced.jaxpr) == length * flops.recurrence_flops(HYBRID, chunk)
+    assert recurrent * counted == length * flops.recurrence_flops(HYBRID, chunk)
 
 
 @given(length=st.integers(1, 4096))

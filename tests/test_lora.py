@@ -38,8 +38,6 @@ from focus.metrics import read_metrics
 from focus.policy import lora, peft, token_logprobs
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig
-from focus.tpu.compile import programs
-from focus.tpu.estimate import layout_of
 from focus.train import train
 from focus.trainer import Trainer
 
@@ -528,14 +526,6 @@ def test_a_config_that_cannot_be_is_refused_before_anything_is_made(change, mess
     config.learner.lora.update(change)
     with pytest.raises(ValueError, match=message):
         experiment.validate(config)
-
-
-def test_plans_for_tpus_do_not_pretend_to_count_adapters():
-    config = tiny.get_config("focus")
-    config.learner.lora.rank = 4
-    for refuse in (lambda: programs(config, MESH), lambda: layout_of(config, None)):
-        with pytest.raises(ValueError, match="learner.lora.rank=4: .* not counted"):
-            refuse()
 
 
 def test_a_config_that_was_read_from_json_has_the_same_adapters():

@@ -2,7 +2,9 @@
 
 `libtpu` compiles ahead of time for a named topology on any host. What is compiled is what
 `focus.trainer` runs: the gradient of a micro-batch, the optimiser step, the scoring pass and the
-critic, with their shardings, on arrays that have a shape and a place but no contents.
+critic, with their shardings, on arrays that have a shape and a place but no contents. Where
+adapters are trained, their base is one more argument of the first and the third, in float32 and
+cut up like parameters, and stays in memory during the others.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from focus.learner.critic import CriticLearner
 from focus.learner.scoring import jit_score, policy_model
 from focus.learner.state import init_state, make_optimizer
 from focus.learner.update import PolicyBatch, jit_accumulate, jit_apply, make_policy_loss
+from focus.policy import lora
 from focus.policy import model as models
 from focus.tpu import flops, hlo
 from focus.tpu.chips import Slice
-from focus.tpu.estimate import refuse_adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +155,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
       ValueError: sizes that do not fit together.
     """
     c = config
-    model = experiment.model_config(c)
-    refuse_adapters(c)
+    model, adapters = experiment.model_config(c), experiment.lora_config(c)
     sharding.check_mesh(
         mesh,
         micro_rows=c.learner.micro_rows,
@@ -173,12 +174,18 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     critic = None
     if c.critic.enabled:
         critic = experiment.make_critic(c, model, policy, params, score=None, mesh=mesh)
-    state = jax.eval_shape(
-        lambda p: init_state(
-            p, optimizer, None if critic is None else critic.init(jax.random.key(0), p)
-        ),
-        params,
-    )
+
+    def init(params):
+        key = jax.random.key(0)
+        critic_state = None if critic is None else critic.init(key, params)
+        if adapters is not None:
+            params = lora.init_adapters(model, adapters, key)
+        return init_state(params, optimizer, critic_state)
+
+    state = jax.eval_shape(init, params)
+    frozen = None
+    if adapters is not None:
+        frozen = _abstract(params, sharding.shardings_of(params, mesh))
     shardings = sharding.shardings_of(state, mesh)
     state = _abstract(state, shardings)
     batch = _policy_batch(c, mesh)
@@ -189,14 +196,15 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     apply = jit_apply(optimizer, shardings)
     score = jit_score(policy, mesh=mesh, temperature=c.rollout.temperature)
     tokens, length = math.prod(batch.mask.shape), c.learner.row_length
-    trained = [tokens * x for x in flops.train_flops(model, length)]
-    scored = [tokens * x for x in flops.score_flops(model, length)]
+    trained = [tokens * x for x in flops.train_flops(model, length, adapters)]
+    scored = [tokens * x for x in flops.score_flops(model, length, adapters)]
     critic_bytes, moments = bytes_per_chip(state.critic), bytes_per_chip(state.opt_state)
+    base = bytes_per_chip(frozen)
     reference = bytes_per_chip(state.params) if c.learner.kl_coefficient else 0
     found = [
         Program(
             "gradient",
-            lambda: accumulate.lower(state.params, gradient, batch, denominator),
+            lambda: accumulate.lower(state.params, gradient, batch, denominator, frozen),
             tokens,
             *trained,
             resident_bytes=moments + critic_bytes + reference,
@@ -207,17 +215,17 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
             0,
             0.0,
             0.0,
-            resident_bytes=critic_bytes + reference,
+            resident_bytes=critic_bytes + reference + base,
         ),
         Program(
             "score",
-            lambda: score.lower(state.params, batch.rows),
+            lambda: score.lower(state.params, batch.rows, frozen),
             tokens,
             *scored,
             resident_bytes=moments + critic_bytes + reference,
         ),
     ]
-    others = bytes_per_chip(state.params) + moments + reference
+    others = bytes_per_chip(state.params) + moments + reference + base
     if isinstance(critic, CriticLearner):
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)
@@ -227,6 +235,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     elif critic is not None:
         trained_arrays = {"heads": state.critic.critic.trained, "backbone": state.critic.backbone}
         evidence = _evidence_rows(c, batch.rows, mesh)
+        fitted = [tokens * x for x in flops.train_flops(model, length)]  # never by adapters
         found.append(
             Program(
                 "critic",
@@ -238,7 +247,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
                     [denominator, denominator],
                 ),
                 tokens,
-                *trained,
+                *fitted,
                 resident_bytes=others + bytes_per_chip(state.critic.opt_state),
             )
         )

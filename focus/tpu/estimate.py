@@ -31,9 +31,26 @@ same time: the larger counts. The times of a micro-batch are, with `flops` as ex
                                        a layer gathers and scatters twice forward (and again where
                                        it is rematerialised) and backward
 
-Scoring is a forward pass: no gradient, weights gathered once. Collectives are taken not to overlap
-with arithmetic, as in `focus.tpu.report`, whose figures for compiled programs these formulas are
-held against in the tests.
+Scoring is a forward pass: no gradient, weights gathered once. An optimiser step reads and writes
+parameters and moments and reads the gradient twice, for its norm first: 32 bytes a number.
+
+Adapters (`focus.policy.lora`) change what is trained. N_f of their numbers belong to factors on the
+side of the model's width, N_t to those on the other side; the first are cut along fsdp alone, the
+second along tensor alone, so a chip holds N' = N_f / n_f + N_t / n_t of them and
+
+    state        4 P / (n_f n_t) + 16 N'
+                                       the base, float32 and frozen; with a backbone of the critic's
+                                       own its gradient needs most, 20 P / (n_f n_t) + 12 N'
+    layer        4 P_1 / n_t and what is computed; 8 where the critic's backbone is trained
+    logits       2 V M / n_t and logits
+    weights      (4 P / n_t + 8 N_f + 4 N_t / n_t) (n_f - 1) / n_f / b_f
+                                       the base is gathered twice and nothing of it scattered; N_f
+                                       are gathered as well, and gradients of all are added up on
+                                       every chip; in three dimensions twice that, as above
+    optimiser    32 bytes for each of N'
+
+Collectives are taken not to overlap with arithmetic, as in `focus.tpu.report`, whose figures for
+compiled programs these formulas are held against in the tests.
 """
 
 from __future__ import annotations
@@ -44,13 +61,14 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import ml_collections
 
 from focus import experiment
-from focus.policy import gated_delta, logprobs
+from focus.policy import gated_delta, logprobs, lora
 from focus.policy import model as models
 from focus.tpu import flops
-from focus.tpu.chips import Slice
+from focus.tpu.chips import Chip, Slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +115,12 @@ class Seconds:
         return self.compute + self.collectives
 
 
-def refuse_adapters(config: ml_collections.ConfigDict) -> None:
-    """Raises ValueError for a run that trains adapters, which no formula here counts."""
-    if experiment.lora_config(config) is not None:
-        raise ValueError(
-            f"learner.lora.rank={config.learner.lora.rank}: FLOPs and memory of adapters are not "
-            "counted; plan with learner.lora.rank=0, which is above both"
-        )
-
-
 def layout_of(config: ml_collections.ConfigDict, slice_: Slice) -> Layout:
     """The layout that a config asks for.
 
     Raises:
       ValueError: its mesh does not fit the chips, or has axes that are not planned.
     """
-    refuse_adapters(config)
     mesh, rows = config.mesh, config.learner.micro_rows
     chips = slice_.num_chips
     for axis in ("data", "sequence"):
@@ -143,7 +151,6 @@ def layouts(config: ml_collections.ConfigDict, slice_: Slice) -> Iterator[Layout
       config: of the run; its own mesh and micro-batch are not read.
       slice_: the chips.
     """
-    refuse_adapters(config)
     model = experiment.model_config(config)
     for tensor, rows in itertools.product((1, 2, 4, 8), repeat=2):
         along_an_axis = any(size % tensor == 0 for size in slice_.shape)
@@ -156,9 +163,40 @@ def _stacks(model: Any) -> list[Mapping[str, tuple[int, ...]]]:
     return [tree for tree in models.param_shapes(model).values() if isinstance(tree, dict)]
 
 
+def has_own_backbone(config: ml_collections.ConfigDict) -> bool:
+    """Whether the critic trains a transformer of its own."""
+    return config.critic.enabled and config.critic.backbone == "own"
+
+
 def _tokens(config: ml_collections.ConfigDict, layout: Layout) -> int:
     """t."""
     return layout.micro_rows // layout.fsdp * config.learner.row_length
+
+
+def _adapter_sides(model: Any, adapters: lora.LoraConfig | None) -> tuple[int, int]:
+    """N_f and N_t."""
+    sides = [0, 0]
+    if adapters is not None:
+        shapes = jax.tree.leaves(lora.adapter_shapes(model, adapters))
+        axes = jax.tree.leaves(
+            lora.adapter_axes(model, adapters), is_leaf=lambda x: isinstance(x, tuple)
+        )
+        for shape, names in zip(shapes, axes, strict=True):
+            sides["embed" not in names] += math.prod(shape.shape)
+    return sides[0], sides[1]
+
+
+def trained_per_chip(model: Any, layout: Layout, adapters: lora.LoraConfig | None = None) -> float:
+    """Numbers that a chip holds of what the optimiser changes: N', or P / (n_f n_t)."""
+    if adapters is None:
+        return models.num_params(model) / layout.slice_.num_chips
+    beside, across = _adapter_sides(model, adapters)
+    return beside / layout.fsdp + across / layout.tensor
+
+
+def optimizer_seconds(chip: Chip, numbers: float) -> float:
+    """Time of an optimiser step over so many numbers on each chip; see the module."""
+    return 32 * numbers / chip.hbm_bytes_per_s
 
 
 def _inside(model: Any) -> float:
@@ -180,26 +218,33 @@ def memory_bytes(config: ml_collections.ConfigDict, layout: Layout) -> dict[str,
     Returns:
       "state", "activations", "layer" and "logits"; of the last two only one is alive at a time.
     """
-    model = experiment.model_config(config)
-    own = config.critic.enabled and config.critic.backbone == "own"
+    model, adapters = experiment.model_config(config), experiment.lora_config(config)
+    own = has_own_backbone(config)
     tokens, tensor = _tokens(config, layout), layout.tensor
     kept, layer = 2.0 * tokens * model.d_model * model.num_layers, 0.0
+    per_weight = 8 if adapters is None or own else 4
     for stack in _stacks(model):
         count = next(iter(stack.values()))[0]
         weights = sum(math.prod(shape) for shape in stack.values()) / count
         outputs = sum(shape[-1] for name, shape in stack.items() if "proj" in name)
         inside = tokens * _inside(model) if "A_log" in stack else 0.0
-        layer = max(layer, (8 * weights + 6 * tokens * outputs + inside) / tensor)
+        layer = max(layer, (per_weight * weights + 6 * tokens * outputs + inside) / tensor)
         if model.remat not in ("full", "chunks"):
             kept += 2.0 * count * tokens * outputs / tensor
     chunk = config.learner.logprob_chunk * (tokens / config.learner.row_length)  # of all rows
     most = chunk * model.vocab_size / tensor if chunk else logprobs.LOGITS_PER_CHUNK[model.dtype]
     logits = min(most, tokens * model.vocab_size / tensor)
+    if adapters is None:
+        state = (28 if own else 16) * trained_per_chip(model, layout)
+    else:
+        state = (20 if own else 4) * trained_per_chip(model, layout)
+        state += (12 if own else 16) * trained_per_chip(model, layout, adapters)
+    per_logit_weight = 6 if adapters is None else 2
     return {
-        "state": (28 if own else 16) * models.num_params(model) / layout.slice_.num_chips,
+        "state": state,
         "activations": kept,
         "layer": layer,
-        "logits": 6 * model.vocab_size * model.d_model / tensor + 12 * logits,
+        "logits": per_logit_weight * model.vocab_size * model.d_model / tensor + 12 * logits,
     }
 
 
@@ -230,11 +275,13 @@ def run_seconds(
       flops_share: e_f, of the peak that matrix products reach.
 
     Returns:
-      "gradient" and "score" of a micro-batch, and "optimizer".
+      "gradient" and "score" of a micro-batch, and "optimizer"; with a critic that has a backbone of
+      its own also "critic", its gradient of a micro-batch, counted like that of a policy.
     """
     model, slice_ = experiment.model_config(config), layout.slice_
+    adapters = experiment.lora_config(config)
     length, chip = config.learner.row_length, slice_.chip
-    params = models.num_params(model)
+    params, sides = models.num_params(model), _adapter_sides(model, adapters)
     rate = slice_.num_chips * chip.flops_per_s * flops_share
     beside, inside = _groups(layout)
 
@@ -244,19 +291,25 @@ def run_seconds(
         return (2 if in_space else 1) * sent / slice_.ring_bytes_per_s(group)
 
     weights = gathered(2 * params / layout.tensor, beside)
+    width, across = (
+        gathered(2 * numbers, beside) for numbers in (sides[0], sides[1] / layout.tensor)
+    )
     activations = gathered(2 * _tokens(config, layout) * model.d_model, inside)
     activations *= 4 * model.num_layers
     again = 0 if model.remat == "none" else 1
     row_tokens = layout.micro_rows * length
-    # Parameters and moments are read and written, the gradient is read twice: for its norm first.
-    optimizer = 32 * params / slice_.num_chips / chip.hbm_bytes_per_s
-    return {
-        "gradient": Seconds(
-            row_tokens * flops.train_flops(model, length)[1] / rate,
-            3 * weights + (2 + again) * activations,
+
+    def gradient(trained: lora.LoraConfig | None, moved: float) -> Seconds:
+        executed = flops.train_flops(model, length, trained)[1]
+        return Seconds(row_tokens * executed / rate, moved + (2 + again) * activations)
+
+    moved = 3 * weights if adapters is None else 2 * (weights + width) + 2 * (width + across)
+    executed = flops.score_flops(model, length, adapters)[1]
+    runs = {
+        "gradient": gradient(adapters, moved),
+        "score": Seconds(row_tokens * executed / rate, weights + width + activations),
+        "optimizer": Seconds(
+            optimizer_seconds(chip, trained_per_chip(model, layout, adapters)), 0.0
         ),
-        "score": Seconds(
-            row_tokens * flops.score_flops(model, length)[1] / rate, weights + activations
-        ),
-        "optimizer": Seconds(optimizer, 0.0),
     }
+    return runs | ({"critic": gradient(None, 3 * weights)} if has_own_backbone(config) else {})

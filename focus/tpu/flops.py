@@ -24,6 +24,19 @@ the tokens of a chunk, and by the inverse of a triangular matrix in 2 (log2(C) -
 of twice the forward. They are what MFU counts. *Hardware* FLOPs are what is executed on top of
 it: masked pairs, chunks, logits that are computed again, attention weights that are computed
 again by a kernel which does not keep them, and the forward pass of rematerialised layers.
+
+Adapters of N numbers (`focus.policy.lora`) take part in every pass, and what lies below them has
+no gradient: the backward pass goes through a frozen matrix once, to its input, and not twice.
+Model FLOPs of training are then
+
+    2 P + 2 V M + 2 N              forward
+    2 P + 2 V M + 4 N              backward
+    3 (attention + recurrence)     both: nothing in there is frozen
+
+about two thirds of those without adapters where rows are short. MFU counts these and no others: a
+gradient that nobody wants is no useful work, and what is saved shows in the time of a step, not in
+its MFU. A thin product counts like any other, although an array of multipliers that is wider than
+the rank is idle for the rest of it.
 """
 
 from __future__ import annotations
@@ -35,7 +48,7 @@ from typing import Any
 
 import jax
 
-from focus.policy import attention, blockwise, gated_delta, qwen3_5, splash, transformer
+from focus.policy import attention, blockwise, gated_delta, lora, qwen3_5, splash, transformer
 from focus.policy import model as models
 
 # Matrix products of a backward pass through attention, in units of the forward's two: dv, dp, dq
@@ -53,6 +66,19 @@ _BLOCK = {
 def _last_products(config: Any) -> int:
     """Weights of the matrices whose product ends a layer."""
     return config.num_layers * config.d_ff * config.d_model
+
+
+def _adapter_weights(config: Any, adapters: lora.LoraConfig | None) -> tuple[int, int, int]:
+    """Numbers of adapters: all, those of second factors, and of these in a layer's last product."""
+    if adapters is None:
+        return 0, 0, 0
+    seconds = [
+        (name, math.prod(adapter.b.shape))
+        for tree in lora.adapter_shapes(config, adapters).values()
+        for name, adapter in tree.items()
+    ]
+    last = sum(size for name, size in seconds if name == "down_proj")
+    return lora.num_adapter_params(config, adapters), sum(size for _, size in seconds), last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,45 +182,63 @@ def _executed(config: Any, length: int) -> Flops:
     )
 
 
-def score_flops(config: Any, length: int) -> tuple[float, float]:
+def score_flops(
+    config: Any, length: int, adapters: lora.LoraConfig | None = None
+) -> tuple[float, float]:
     """FLOPs of one token in a scoring pass.
 
     Args:
       config: shape of the model.
       length: tokens of a row.
+      adapters: that the model has; None: it has none.
 
     Returns:
       `(model, hardware)`.
     """
+    applied = 2.0 * _adapter_weights(config, adapters)[0]
     executed = _executed(config, length)
-    return row_flops(config, length).total, executed.total
+    return row_flops(config, length).total + applied, executed.total + applied
 
 
-def train_flops(config: Any, length: int) -> tuple[float, float]:
+def train_flops(
+    config: Any, length: int, adapters: lora.LoraConfig | None = None
+) -> tuple[float, float]:
     """FLOPs of one token in a forward and backward pass.
 
     Args:
       config: shape of the model; `remat` and `attention` say what is computed twice.
       length: tokens of a row.
+      adapters: that are trained on frozen weights; None: all weights are trained.
 
     Returns:
       `(model, hardware)`.
     """
-    executed = _executed(config, length)
-    # The forward pass of a layer, again: "dots" keeps products with weights, not attention and
-    # not memories; of "full" the last product is spared, because no gradient reads its result.
+    needed, executed = row_flops(config, length), _executed(config, length)
+    numbers, seconds, last = _adapter_weights(config, adapters)
+    # A product with weights, its gradient to its input, and that to the weights.
+    passes = 3 if adapters is None else 2
+    # The forward pass of a layer, again: "dots" keeps products with weights, not attention, not
+    # memories and not what the second factors of adapters give; of "full" the last product is
+    # spared, because no gradient reads its result.
     again = {
-        "none": (0.0, 0.0),
-        "dots": (0.0, 1.0),
-        "full": (executed.layers - 2.0 * _last_products(config), 1.0),
+        "none": (0.0, 0.0, 0.0),
+        "dots": (0.0, 2.0 * (seconds - last), 1.0),
+        "full": (executed.layers - 2.0 * _last_products(config), 2.0 * (numbers - last), 1.0),
     }
-    layers, others = again["full" if config.remat == "chunks" else config.remat]
+    layers, applied, others = again["full" if config.remat == "chunks" else config.remat]
     chunks = 1.0 if config.remat == "chunks" else 0.0
     hardware = (
-        3 * executed.layers
+        passes * executed.layers
         + layers
+        + 6.0 * numbers
+        + applied
         + executed.attention * (1 + others + _BACKWARD_PRODUCTS[config.attention] / 2)
         + executed.recurrence * (3 + others + chunks)
-        + executed.unembedding * 4
+        + executed.unembedding * (passes + 1)
     )
-    return 3 * row_flops(config, length).total, hardware
+    model = (
+        passes * (needed.layers + needed.unembedding)
+        + 6.0 * numbers
+        + 3 * (needed.attention + needed.recurrence)
+    )
+    return model, hardware

@@ -16,14 +16,16 @@ that are read per token that is generated, and c tokens of context on average:
                rows of which a share p is not padding, h FLOPs a token as executed
     update     epochs x the same with h_train, and optimiser steps
                in both T is rounded up to whole micro-batches, in an update of each minibatch
-    critic     with a backbone of its own as much as epochs of updates and a scoring pass; with the
-               policy's hidden states the heads alone: 6 FLOPs a weight and row of the replay
-               buffer, on each chip
-    push       2 P bytes written to storage, and read by all servers at the same time
+    critic     with a backbone of its own as much as epochs of updates of all weights and a scoring
+               pass; with the policy's hidden states the heads alone: 6 FLOPs a weight and row of
+               the replay buffer, on each chip
+    push       2 P bytes written to storage, and read by all servers at the same time; with
+               `rollout.push="adapter"` float32 adapters alone, 4 bytes a number
 
 e_m and e_f are the shares of bandwidth and peak that kernels reach: assumptions, see `Assumptions`.
 Times and memory of the learner are those of `focus.tpu.estimate`; with a report of
-`scripts/compile_tpu.py` traffic and collectives are the compiler's. Tools take no time here.
+`scripts/compile_tpu.py` traffic and collectives are the compiler's. Tools take no time here, nor do
+adapters on servers, of whose products a rank of 32 makes a hundredth of the base's.
 
 Played one after the other, a step takes the sum. If rollouts of the next step are played while
 the learner works, it takes the longer of the two sides, and the other waits. More chips are faster
@@ -43,6 +45,7 @@ import rich.console
 import rich.table
 
 from focus import experiment
+from focus.policy import lora
 from focus.policy import model as models
 from focus.tpu import estimate, flops
 from focus.tpu.chips import Chip, Gpu, parse_topology
@@ -134,6 +137,14 @@ def weight_bytes(model: Any) -> int:
     return 2 * models.num_params(model)
 
 
+def push_bytes(config: ml_collections.ConfigDict) -> int:
+    """Bytes that a step sends to servers: weights, or adapters for a base that is there."""
+    model, adapters = experiment.model_config(config), experiment.lora_config(config)
+    if config.rollout.push == "adapter":
+        return 4 * lora.num_adapter_params(model, adapters)
+    return weight_bytes(model)
+
+
 def kv_bytes(model: Any) -> int:
     """Bytes of keys and values of one token in bfloat16; memories of fixed size are left out."""
     return 4 * flops.attention_layers(model) * model.num_kv_heads * model.head_dim
@@ -145,15 +156,35 @@ def row_tokens(config: ml_collections.ConfigDict, assumptions: Assumptions) -> f
     return read_and_written / assumptions.packing_efficiency
 
 
-def _reported(report: Mapping[str, Any], layout: Layout, flops_share: float) -> dict[str, Seconds]:
+def _reported(
+    config: ml_collections.ConfigDict,
+    report: Mapping[str, Any],
+    layout: Layout,
+    flops_share: float,
+) -> dict[str, Seconds]:
     """Time of one run of each program of a compile report."""
     if report["topology"] != layout.slice_.name:
         raise ValueError(
             f"the report is of {report['topology']} and the plan of {layout.slice_.name}; compile "
             "for the same topology"
         )
+    adapters = experiment.lora_config(config)
+    planned = adapters and lora.num_adapter_params(experiment.model_config(config), adapters)
+    compiled = report.get("num_adapter_params")
+    if planned != compiled:
+        one, other = (
+            f"adapters of {numbers} numbers" if numbers else "all weights"
+            for numbers in (compiled, planned)
+        )
+        raise ValueError(
+            f"the report is of a run that trains {one} and the plan of one that trains {other}; "
+            "compile with the same learner.lora"
+        )
     times = {name: program["time"] for name, program in report["programs"].items()}
-    missing = {"gradient", "optimizer", "score"} - set(times)
+    needed = {"gradient", "optimizer", "score"}
+    if estimate.has_own_backbone(config):
+        needed.add("critic")
+    missing = needed - set(times)
     if missing:
         raise ValueError(
             f"the report lacks {', '.join(sorted(missing))}; compile without --programs"
@@ -184,20 +215,24 @@ def learner_seconds(
       By phase.
 
     Raises:
-      ValueError: the report is of other chips, or lacks a program.
+      ValueError: the report is of other chips or adapters, or lacks a program.
     """
     model, c = experiment.model_config(config), config.learner
     if report is None:
         runs = estimate.run_seconds(config, layout, flops_share)
     else:
-        runs = _reported(report, layout, flops_share)
+        runs = _reported(config, report, layout, flops_share)
     micro_tokens, minibatches = layout.micro_rows * c.row_length, c.minibatches
     scored = math.ceil(tokens / micro_tokens)
     trained = minibatches * math.ceil(tokens / minibatches / micro_tokens)
     score = scored * runs["score"].total
     epoch = trained * runs["gradient"].total + minibatches * runs["optimizer"].total
     seconds = {"score": score, "critic": 0.0, "update": c.epochs * epoch}
-    if config.critic.enabled and config.critic.backbone == "own":
+    if estimate.has_own_backbone(config):
+        step = estimate.optimizer_seconds(
+            layout.slice_.chip, estimate.trained_per_chip(model, layout)
+        )
+        epoch = trained * runs["critic"].total + minibatches * step
         seconds["critic"] = config.critic.epochs * epoch + score
     elif config.critic.enabled:
         weights = (config.critic.members + 1) * config.critic.width * model.d_model
@@ -289,7 +324,7 @@ def make_plan(
         )
     tokens = row_tokens(config, assumptions)
     learner = learner_seconds(config, layout, tokens, assumptions.flops_share, report)
-    one_way = weight_bytes(experiment.model_config(config)) / assumptions.storage_bytes_per_s
+    one_way = push_bytes(config) / assumptions.storage_bytes_per_s
     learner["push"] = 2 * one_way
     if servers is None:
         servers = _fewest_servers(config, gpu, sum(learner.values()), assumptions)

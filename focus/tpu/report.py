@@ -109,7 +109,13 @@ def _peak_share_for_half(parts: list[dict[str, Any]], half_s: float) -> float | 
 
 
 def report(
-    name: str, compiled: list[Compiled], slice_: Slice, mesh: Mesh, *, num_params: int
+    name: str,
+    compiled: list[Compiled],
+    slice_: Slice,
+    mesh: Mesh,
+    *,
+    num_params: int,
+    num_adapter_params: int | None = None,
 ) -> dict[str, Any]:
     """Everything there is to say, as JSON.
 
@@ -119,6 +125,7 @@ def report(
       slice_: the chips.
       mesh: their mesh.
       num_params: of the model.
+      num_adapter_params: of the adapters that are trained in its place, if any.
     """
     programs = {}
     for each in compiled:
@@ -146,6 +153,8 @@ def report(
         "hbm_bytes_per_chip": slice_.chip.hbm_bytes,
         "programs": programs,
     }
+    if num_adapter_params is not None:
+        result["num_adapter_params"] = num_adapter_params
     if {"gradient", "optimizer"} <= set(programs):
         parts = [programs["gradient"], programs["optimizer"]]
         seconds = sum(p["time"]["total_s"] for p in parts)
@@ -219,6 +228,11 @@ def headline(result: dict[str, Any]) -> str:
         f"{result['config']}: {result['num_params'] / 1e9:.2f}B parameters on {result['chips']} "
         f"chips ({result['topology']}, mesh {mesh or '1'})."
     )
+    if adapters := result.get("num_adapter_params"):
+        text += (
+            f" Trained are adapters of {adapters:,} numbers "
+            f"({adapters / result['num_params']:.2%}), the rest is frozen."
+        )
     if "step" not in result:
         return text
     step = result["step"]

@@ -12,6 +12,7 @@ import ml_collections
 
 from focus import experiment
 from focus.learner import sharding
+from focus.policy import lora
 from focus.policy import model as models
 from focus.tpu.chips import parse_topology
 from focus.tpu.compile import compile_program, programs, topology_devices
@@ -60,5 +61,13 @@ def compile_config(
             compiled.append(compile_program(program, slice_.chip.hbm_bytes, kept))
             seconds = time.perf_counter() - began
             progress(f"{program.name}: compiled in {seconds:.0f} s")
-    result = report(name, compiled, slice_, mesh, num_params=models.num_params(model))
+    adapters = experiment.lora_config(config)
+    result = report(
+        name,
+        compiled,
+        slice_,
+        mesh,
+        num_params=models.num_params(model),
+        num_adapter_params=adapters and lora.num_adapter_params(model, adapters),
+    )
     return result | {"versions": {p: metadata.version(p) for p in ("jax", "libtpu")}}
