@@ -172,9 +172,6 @@ def test_programs_are_those_of_an_update(monkeypatch):
     assert set(found) == {"gradient", "optimizer"}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a barrier in focus.policy.logprobs keeps a gradient that nobody reads"
-)
 def test_what_is_frozen_has_no_gradient():
     """Of the vocabulary's matrix, the largest: no product gives its shape."""
     for rank, gradients in ((0, 1), (4, 0)):
