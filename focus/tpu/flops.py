@@ -23,7 +23,9 @@ the tokens of a chunk, and by the inverse of a triangular matrix in 2 (log2(C) -
 *Model* FLOPs are what the mathematics needs: c = (L + 1) / 2, the recurrence, and a backward pass
 of twice the forward. They are what MFU counts. *Hardware* FLOPs are what is executed on top of
 it: masked pairs, chunks, logits that are computed again, attention weights that are computed
-again by a kernel which does not keep them, and the forward pass of rematerialised layers.
+again by a kernel which does not keep them, and the forward pass of rematerialised layers. Both
+count the unembedding for every token, as if the policy had written all of them; what it has only
+read costs less (`focus.policy.logprobs`).
 
 Adapters of N numbers (`focus.policy.lora`) take part in every pass, and what lies below them has
 no gradient: the backward pass goes through a frozen matrix once, to its input, and not twice.
