@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.report import figures, trees
+from focus.report import branch_figures, figures, trees
 from focus.report.html import build_report, ledger, render
+from focus.report.intervals import wilson_interval
 from focus.report.record import read_run, record_trees, write_branches, write_trees
 from focus.report.svg import round_ticks
 from focus.rollout.controller import BranchedState
@@ -577,7 +578,7 @@ def test_calibration_figure_matches_a_slow_reference():
         {"step": 0, "turn": 0, "value": v, "std": 0.1, "refined": v, "mean": m / 4, "count": 4}
         for v, m in zip(rng.random(200).round(3), rng.integers(0, 5, 200))
     ]
-    chart = figures.calibration_chart(rows, "value", "", "s1", "")
+    chart = branch_figures.calibration_chart(rows, "value", "", "s1", "")
     drawn = set(re.findall(r"value (\S+), outcome (\S+) \[.*?, n = (\d+)<", chart.svg))
     expected = set()
     for b in range(10):
@@ -597,7 +598,7 @@ def test_uncertainty_figure_recovers_the_true_error_from_noisy_branches():
         chance = rng.uniform(0.3, 0.7)
         value = chance + std * rng.choice([-1, 1])
         rows.append({"value": value, "std": std, "mean": rng.binomial(2, chance) / 2, "count": 2})
-    chart = figures.uncertainty_chart(rows)
+    chart = branch_figures.uncertainty_chart(rows)
     points = re.findall(r"variance (\S+), error (\S+),", chart.svg)
     for variance, error in points:
         assert abs(float(error) - float(variance)) < 0.02, points
@@ -606,8 +607,8 @@ def test_uncertainty_figure_recovers_the_true_error_from_noisy_branches():
 @given(st.integers(1, 500), st.floats(0, 1))
 @settings(deadline=None, max_examples=30)
 def test_wilson_interval_holds_the_share_and_shrinks_with_data(count, share):
-    low, high = figures.wilson_interval(share, count)
-    wider = figures.wilson_interval(share, count / 2)
+    low, high = wilson_interval(share, count)
+    wider = wilson_interval(share, count / 2)
     assert 0 <= low <= share + 1e-9 and share - 1e-9 <= high <= 1
     assert high - low <= wider[1] - wider[0] + 1e-12
 

@@ -11,7 +11,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from focus.report import figures, trees
+from focus.report import branch_figures, figures, trees
+from focus.report.intervals import normal_interval
 from focus.report.record import Run, read_run
 from focus.report.svg import Chart
 
@@ -129,14 +130,14 @@ def sections(run: Run) -> list[tuple[str, str, list[Chart]]]:
             "Critic",
             [
                 figures.critic_error(metrics),
-                figures.calibration_chart(
+                branch_figures.calibration_chart(
                     branches,
                     "value",
                     "Calibration before refinement",
                     "s4",
                     "A fair test: the critic had not seen these outcomes.",
                 ),
-                figures.calibration_chart(
+                branch_figures.calibration_chart(
                     branches,
                     "refined",
                     "Calibration after refinement",
@@ -144,17 +145,17 @@ def sections(run: Run) -> list[tuple[str, str, list[Chart]]]:
                     "Not a test: the refined value has read these outcomes; it shows how far "
                     "they moved it.",
                 ),
-                figures.uncertainty_chart(branches),
+                branch_figures.uncertainty_chart(branches),
             ],
         ),
         (
             "branching",
             "Branching",
             [
-                figures.branch_map(branches),
-                figures.branch_turns(branches),
-                figures.branch_counts(branches),
-                figures.branch_costs(branches),
+                branch_figures.branch_map(branches),
+                branch_figures.branch_turns(branches),
+                branch_figures.branch_counts(branches),
+                branch_figures.branch_costs(branches),
             ],
         ),
         ("policy", "Policy update", figures.policy_panels(metrics)),
@@ -189,7 +190,7 @@ def header(run: Run) -> dict[str, Any]:
     }
     facts["success_interval"] = None
     if None not in (facts["success_after"], facts["success_std_error"]):
-        facts["success_interval"] = figures.normal_interval(
+        facts["success_interval"] = normal_interval(
             facts["success_after"], facts["success_std_error"]
         )
     seconds = _seconds(run)

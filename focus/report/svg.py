@@ -184,6 +184,11 @@ def round_ticks(low: float, high: float, target: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
+def whole_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Ticks for an axis of steps: there is no step 2.5."""
+    return [(t, short(t)) for t in round_ticks(*widened(low, high)) if t == int(t)]
+
+
 def short(value: float) -> str:
     """A number in at most five or so characters: 0.25, 1.2k, 3M."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
