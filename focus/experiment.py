@@ -105,6 +105,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
             f"evaluate.every={c.evaluate.every} and checkpoint.every={c.checkpoint.every} are "
             "numbers of steps, at least 0 (no evaluation on the way) and at least 1"
         )
+    make_contexts(c, None)  # refuses limits and citations that cannot be
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
@@ -277,13 +278,13 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
 
 
 def make_contexts(
-    c: ml_collections.ConfigDict, chat: Chat | TemplateChat, *, closing: bool = True
+    c: ml_collections.ConfigDict, chat: Chat | TemplateChat | None, *, closing: bool = True
 ) -> ContextManager:
     """The context manager of `config.context`.
 
     Args:
       c: the config.
-      chat: encodes messages.
+      chat: encodes messages; None where the manager only has to be possible.
       closing: whether a manager that cites asks for a last summary, which only credit reads.
     """
     options: dict[str, Any] = {}

@@ -312,6 +312,7 @@ def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
         UpdateConfig(micro_rows=w.batch_rows, seed=seed),
         mesh=mesh,
         shardings=shardings,
+        most_tokens=True,
     )
     columns = (
         rich.progress.TextColumn("warm start"),

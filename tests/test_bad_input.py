@@ -38,6 +38,7 @@ def shrunk(method="focus", **overrides):
         ("focus", {"budget": 19}, r"budget of 19 tokens .* one predicted episode of 20; raise"),
         ("focus", {"budget": 0}, r"budget must be >= 1, got 0"),
         ("focus", {"steps": 0}, r"steps must be >= 1, got 0"),
+        ("self_credit", {"context.citations": (5, 2)}, r"context\.citations must .* got \(5, 2\)"),
         ("focus", {"credit.estimator": "gae2"}, r"credit\.estimator must be one of .*'gae2'"),
         ("focus", {"branching.rule": "oracle"}, r"rule 'oracle' is unknown; choose one of .*none"),
         ("focus", {"context.manager": "rag"}, r"context\.manager must be one of .*full.*'rag'"),

@@ -186,6 +186,14 @@ def compare_meshes():
         check_program(hlo.parse(compiled.as_text()), mesh, sizes=(8, 24, 16, 256), chunk=2)
         print("same", shape, flush=True)
 
+    def gradient(h, w):
+        return jax.grad(lambda *x: chunked_logprobs(*x, targets[:3])[0].sum(), (0, 1))(h, w)
+
+    some = hidden[:3], unembedding  # three rows for four places
+    got = jax.jit(sharding.on_mesh(gradient, sharding.make_mesh(2, 2, 2, 1)))(*some)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, gradient(*some))
+    print("same, undivided", flush=True)
+
 
 def check_program(module, mesh, *, sizes, chunk):
     """No device holds logits beyond its part of a chunk, or rows of the vocabulary of others."""
@@ -205,7 +213,7 @@ def check_program(module, mesh, *, sizes, chunk):
 
 def test_every_mesh_gives_the_numbers_of_one_device_and_no_device_sees_more_than_its_part():
     out = run_program("import test_logprobs; test_logprobs.compare_meshes()")
-    assert out.count("same") == 20
+    assert out.count("same") == 20 + 1
 
 
 def test_default_chunk_bounds_the_logits_and_wastes_little():

@@ -375,9 +375,12 @@ def test_a_search_finds_smaller_slices_for_adapters():
 def test_a_report_of_other_adapters_is_refused():
     times = {"compute_s": 3.0, "memory_s": 1.0, "collective_s": 0.5}
     names = ("gradient", "optimizer", "score")
+    chips, tokens = layout(pod()), pod().learner.micro_rows * pod().learner.row_length
     result = {
         "topology": "v5p:4x4x4",
-        "programs": {name: {"time": times, "peak_bytes": 10} for name in names},
+        "num_params": sizes(pod())[0],
+        "mesh": {"fsdp": chips.fsdp, "tensor": chips.tensor},
+        "programs": {name: {"time": times, "peak_bytes": 10, "tokens": tokens} for name in names},
         "num_adapter_params": sizes(pod())[1],
     }
 

@@ -159,13 +159,20 @@ def test_a_plan_from_a_report_is_near_the_one_from_formulas(path):
 
 
 def a_report(**options):
-    times = {"compute_s": 3.0, "memory_s": 1.0, "collective_s": 0.5}
+    config = tpu_pod.get_config("qwen3_8b")
+    chips, times = layout(config), {"compute_s": 3.0, "memory_s": 1.0, "collective_s": 0.5}
+    tokens = config.learner.micro_rows * config.learner.row_length
     programs = {
-        "gradient": {"time": times, "peak_bytes": 10},
+        "gradient": {"time": times, "peak_bytes": 10, "tokens": tokens},
         "optimizer": {"time": times | {"compute_s": 0.0}, "peak_bytes": 10},
         "score": {"time": times | {"compute_s": 0.6}, "peak_bytes": 20},
     }
-    return {"topology": "v5p:4x4x4", "programs": programs} | options
+    facts = {
+        "topology": "v5p:4x4x4",
+        "num_params": models.num_params(experiment.model_config(config)),
+        "mesh": {"fsdp": chips.fsdp, "tensor": chips.tensor},
+    }
+    return facts | {"programs": programs} | options
 
 
 def test_a_compile_report_replaces_the_formulas():
@@ -183,6 +190,30 @@ def test_a_report_of_something_else_is_refused():
     del report["programs"]["score"]
     with pytest.raises(ValueError, match="lacks score"):
         make(report=report)
+
+
+@pytest.mark.parametrize(
+    "preset,changes,message",
+    [
+        ("qwen3_8b", {}, "parameters: 8953803264 in the report"),
+        ("qwen3_5_9b", {"mesh.tensor": 4, "mesh.fsdp": 16}, "mesh.fsdp: 64 in the report and 16"),
+        ("qwen3_5_9b", {"learner.micro_rows": 256}, "tokens of a micro-batch: 1048576"),
+        ("qwen3_5_9b", {"critic.backbone": "own"}, "tokens of the critic's: 0 in the report"),
+    ],
+)
+def test_a_report_of_another_run_is_refused(preset, changes, message):
+    report = json.loads(next(p for p in REPORTS if "9b_v5p" in p.name).read_text())
+    config = tpu_pod.get_config(preset)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        make(config, report=report)
+
+
+def test_adapters_are_pushed_where_there_are_any():
+    config = tpu_pod.get_config("qwen3_8b")
+    config.rollout.push = "adapter"
+    with pytest.raises(ValueError, match="learner.lora.rank >= 1"):
+        make(config)
 
 
 # Both sides.

@@ -262,6 +262,27 @@ def test_supervised_update_learns_a_small_batch_by_heart():
     np.testing.assert_allclose(metrics["nll"], metrics["loss"], rtol=1e-5)
 
 
+def test_sorting_tokens_out_changes_no_supervised_gradient():
+    rows = packed_forest(0, 2, 0).rows
+    batch = update.SupervisedBatch(
+        rows, rows.generated_mask, np.ones(rows.tokens.shape, np.float32)
+    )
+    norms = []
+    for most_tokens in (False, True):
+        train_state, shardings = new_state()
+        run = update.make_supervised_update(
+            MODEL,
+            OPTIMIZER,
+            update.UpdateConfig(micro_rows=2),
+            mesh=MESH,
+            shardings=shardings,
+            most_tokens=most_tokens,
+        )
+        _, metrics = run(train_state, batch)
+        norms.append((metrics["loss"], metrics["grad_norm"]))
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+
+
 def test_rows_are_shuffled_by_seed_and_step_alone():
     mask = np.ones((8, 4), bool)
     mask[5] = False

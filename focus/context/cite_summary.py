@@ -75,14 +75,13 @@ class CiteSummary(Summarize):
             instruction=instruction,
             heading=heading,
         )
-        fewest, most = citations
-        if not 1 <= fewest <= most:
+        if len(citations) != 2 or not 1 <= citations[0] <= citations[1]:
             raise ValueError(
                 f"context.citations must be the fewest and most turns of a citation, from 1 on, "
-                f"got {fewest}, {most}"
+                f"got {tuple(citations)}"
             )
         self.closing = closing
-        self._fewest, self._most = fewest, most
+        self._fewest, self._most = citations
 
     def start(self, system: str, question: str) -> CitedContext:
         """See `Summarize.start`."""

@@ -117,7 +117,7 @@ def row_logprobs(
     params: Params,
     rows: Rows,
     hidden: Array,
-    wanted: Array,
+    wanted: Array | None,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """Log-probability of tokens of packed rows given the path that leads to each.
@@ -130,24 +130,25 @@ def row_logprobs(
       params: its parameters.
       rows: packed rows.
       hidden: `model.hidden(params, rows)`.
-      wanted: [R, L] bool, tokens that have one before them.
+      wanted: [R, L] bool, tokens that have one before them; None: all that do, and what is said of
+        the others means nothing.
       temperature: see `chunked_logprobs`.
 
     Returns:
       `(logp [R, L], entropy [R, L])` of the distribution that the token was drawn from; 0 where
       nothing is wanted.
     """
+    unembedding = model.unembedding(params)
+    settings = {"temperature": temperature, "chunk": model.logprob_chunk}
+    if wanted is None:
+        before = take_positions(hidden, rows.parent)
+        return chunked_logprobs(before, unembedding, rows.tokens, **settings)
     order = wanted_first(wanted)
     parent, tokens, sorted_wanted = (
         jnp.take_along_axis(x, order, axis=1) for x in (rows.parent, rows.tokens, wanted)
     )
     found = chunked_logprobs(
-        take_positions(hidden, parent),
-        model.unembedding(params),
-        tokens,
-        wanted=sorted_wanted,
-        temperature=temperature,
-        chunk=model.logprob_chunk,
+        take_positions(hidden, parent), unembedding, tokens, wanted=sorted_wanted, **settings
     )
     back = jnp.argsort(order, axis=1)
     logp, entropy = (jnp.take_along_axis(x, back, axis=1) for x in found)

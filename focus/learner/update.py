@@ -159,12 +159,18 @@ def make_supervised_update(
     mesh: Mesh,
     shardings: TrainState,
     frozen: Params | None = None,
+    most_tokens: bool = False,
 ) -> Callable[[TrainState, SupervisedBatch], tuple[TrainState, Metrics]]:
-    """Weighted cross entropy on demonstrations; arguments and result as `make_policy_update`."""
+    """Weighted cross entropy on demonstrations; arguments and result as `make_policy_update`.
+
+    With `most_tokens` nearly all tokens of a row enter the loss: those that do not are computed
+    along with the others rather than sorted out.
+    """
 
     def loss(params, batch, denominator):
         hidden = model.hidden(params, batch.rows)
-        logp, _ = row_logprobs(model, params, batch.rows, hidden, batch.mask, config.temperature)
+        wanted = None if most_tokens else batch.mask
+        logp, _ = row_logprobs(model, params, batch.rows, hidden, wanted, config.temperature)
         return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
 
     return _make_update(model, loss, optimizer, config, mesh, shardings, frozen)

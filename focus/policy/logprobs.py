@@ -20,9 +20,9 @@ from focus.policy.placement import ROWS, axis_size, constrain
 
 Array = jax.Array
 
-# Logits alive at a time on one device. Smaller chunks pay for the loop (and, when sharded, for one
-# reduction of the unembedding's gradient per chunk). Larger ones leave the caches of a CPU: 16 MiB
-# of float32. Accelerators, which compute in bfloat16, want matrices of a thousand rows: 1 GiB.
+# Logits alive at a time on one device. Smaller chunks pay for the loop, and for one more pass over
+# the gradient of the unembedding. Larger ones leave the caches of a CPU: 16 MiB of float32.
+# Accelerators, which compute in bfloat16, want matrices of a thousand rows: 1 GiB.
 LOGITS_PER_CHUNK = {"float32": 2**22, "bfloat16": 2**28}
 # Where chunks can be left out, rows are cut finer, down to products that are still worth a call.
 CHUNKS_TO_SKIP = 8
@@ -98,7 +98,8 @@ def chunked_logprobs(
       unembedding: [V, H]; on a mesh V is spread over tensor.
       targets: [..., T] int32 in [0, V).
       wanted: [..., T] bool, tokens whose numbers are asked for; None: all. Chunks without any cost
-        nothing, which is worth most where `wanted_first` has brought them together.
+        nothing, which is worth most where `wanted_first` has brought them together. What stands
+        beside a wanted token has to be finite all the same.
       temperature: divides the logits. 0 means greedy sampling and is scored on raw logits, as
         rollout engines do.
       chunk: tokens of a row that a device treats at a time; None chooses by size.
@@ -108,6 +109,8 @@ def chunked_logprobs(
     """
     chex.assert_equal_shape_prefix([hidden, targets], targets.ndim)
     chex.assert_rank(hidden, targets.ndim + 1)
+    if wanted is not None:
+        chex.assert_equal_shape([wanted, targets])
     width = hidden.shape[-1]
     shares = axis_size("sequence")
     chex.assert_is_divisible(targets.shape[-1], shares)
@@ -234,7 +237,8 @@ def _logprobs_bwd(scale, chunk, residuals, cotangents):
         return constrain(x, ROWS, None, "sequence", None, width_axis)
 
     # Every device adds up its own tokens, and what it has is summed once and not once per chunk.
-    shares = axis_size(ROWS), hidden.shape[1]
+    parts = axis_size(ROWS)
+    shares = parts if hidden.shape[0] % parts == 0 else 1, hidden.shape[1]
     grad_matrix = None
     if not frozen:
         zeros = jnp.zeros((*shares, *matrix.shape), jnp.float32)

@@ -141,6 +141,11 @@ def push_bytes(config: ml_collections.ConfigDict) -> int:
     """Bytes that a step sends to servers: weights, or adapters for a base that is there."""
     model, adapters = experiment.model_config(config), experiment.lora_config(config)
     if config.rollout.push == "adapter":
+        if adapters is None:
+            raise ValueError(
+                "rollout.push='adapter' needs learner.lora.rank >= 1, got 0; set "
+                "rollout.push='weights'"
+            )
         return 4 * lora.num_adapter_params(model, adapters)
     return weight_bytes(model)
 
@@ -187,8 +192,25 @@ def _reported(
     missing = needed - set(times)
     if missing:
         raise ValueError(
-            f"the report lacks {', '.join(sorted(missing))}; compile without --programs"
+            f"the report lacks {', '.join(sorted(missing))}; compile the plan's config, without "
+            "--programs"
         )
+    model, tokens = experiment.model_config(config), layout.micro_rows * config.learner.row_length
+    facts = [
+        ("parameters", report["num_params"], models.num_params(model)),
+        ("mesh.fsdp", report["mesh"]["fsdp"], layout.fsdp),
+        ("mesh.tensor", report["mesh"]["tensor"], layout.tensor),
+        ("tokens of a micro-batch", report["programs"]["gradient"]["tokens"], tokens),
+    ]
+    if config.critic.enabled and "critic" in times:
+        own = tokens if estimate.has_own_backbone(config) else 0
+        facts.append(("tokens of the critic's", report["programs"]["critic"]["tokens"], own))
+    for what, compiled, planned in facts:
+        if compiled != planned:
+            raise ValueError(
+                f"{what}: {compiled} in the report and {planned} in the plan; compile the plan's "
+                "config for the plan's topology"
+            )
     return {
         name: Seconds(max(t["compute_s"] / flops_share, t["memory_s"]), t["collective_s"])
         for name, t in times.items()
