@@ -1,4 +1,4 @@
-"""Train a one-million-parameter search agent on a laptop, in eight minutes.
+"""Train a one-million-parameter search agent on a laptop, in less than ten minutes.
 
 The agent answers two- to four-hop questions about countries by calling a search engine. It is
 warm-started on episodes of an error-prone scripted agent and then trained from outcomes alone.
@@ -6,9 +6,9 @@ warm-started on episodes of an error-prone scripted agent and then trained from 
     python scripts/train.py --config configs/quickstart.py --workdir runs/focus
     python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo
 
-Expected on two cores: about eight minutes in all, of which three and a half are the warm start
-(once, then kept) and four are training; held-out success from 0.23 to 0.6 (see
-docs/quickstart.md).
+Expected on two cores: eight to nine minutes in all, of which three and a half are the warm start
+(once, then kept) and four to five are training; held-out success from 0.23 to about 0.6, 0.05 more
+or less (see docs/quickstart.md). self_credit imitates for longer and ends lower.
 
 The argument names the method: focus (default), focus_summarize (FOCUS with a context that the
 policy itself has to compact), grpo, vineppo, ppo, self_credit (summaries cite turns, and cited
@@ -28,7 +28,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c = ml_collections.ConfigDict()
     c.method = method
     c.seed = 0
-    c.steps = 60
+    c.steps = 70
     c.budget = 3000  # tokens that the policy may generate in a step, however they are spent
     c.cache_dir = ""  # where warm starts are kept; "" is $FOCUS_CACHE or ~/.cache/focus
 
@@ -151,7 +151,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.learner = ml_collections.ConfigDict()
     c.learner.learning_rate = 5e-4
     c.learner.schedule = "wsd"  # constant, cosine, or wsd: the last third of the steps goes down
-    c.learner.schedule_steps = 60
+    c.learner.schedule_steps = 70
     c.learner.warmup_steps = 6
     c.learner.weight_decay = 0.0
     c.learner.max_grad_norm = 1.0
