@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
-from tpu_models import HYBRID, SMALL, count_products, logits, shapes_of
+from tpu_models import HYBRID, SMALL, count_products, fake_report, logits, shapes_of
 
 from configs import tpu_pod
 from focus import experiment
@@ -373,16 +373,9 @@ def test_a_search_finds_smaller_slices_for_adapters():
 
 
 def test_a_report_of_other_adapters_is_refused():
-    times = {"compute_s": 3.0, "memory_s": 1.0, "collective_s": 0.5}
-    names = ("gradient", "optimizer", "score")
-    chips, tokens = layout(pod()), pod().learner.micro_rows * pod().learner.row_length
-    result = {
-        "topology": "v5p:4x4x4",
-        "num_params": sizes(pod())[0],
-        "mesh": {"fsdp": chips.fsdp, "tensor": chips.tensor},
-        "programs": {name: {"time": times, "peak_bytes": 10, "tokens": tokens} for name in names},
-        "num_adapter_params": sizes(pod())[1],
-    }
+    programs = dict.fromkeys(("gradient", "optimizer", "score"), (3.0, 10))
+    result = fake_report(pod(), layout(pod()), programs)
+    result["num_adapter_params"] = sizes(pod())[1]
 
     def make(config, result):
         return plan.make_plan(config, layout(config), GPUS["H100"], report=result)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import rich.console
+from tpu_models import fake_report
 
 from configs import quickstart, tpu_pod
 from focus import experiment
@@ -160,19 +161,8 @@ def test_a_plan_from_a_report_is_near_the_one_from_formulas(path):
 
 def a_report(**options):
     config = tpu_pod.get_config("qwen3_8b")
-    chips, times = layout(config), {"compute_s": 3.0, "memory_s": 1.0, "collective_s": 0.5}
-    tokens = config.learner.micro_rows * config.learner.row_length
-    programs = {
-        "gradient": {"time": times, "peak_bytes": 10, "tokens": tokens},
-        "optimizer": {"time": times | {"compute_s": 0.0}, "peak_bytes": 10},
-        "score": {"time": times | {"compute_s": 0.6}, "peak_bytes": 20},
-    }
-    facts = {
-        "topology": "v5p:4x4x4",
-        "num_params": models.num_params(experiment.model_config(config)),
-        "mesh": {"fsdp": chips.fsdp, "tensor": chips.tensor},
-    }
-    return facts | {"programs": programs} | options
+    programs = {"gradient": (3.0, 10), "optimizer": (0.0, 10), "score": (0.6, 20)}
+    return fake_report(config, layout(config), programs) | options
 
 
 def test_a_compile_report_replaces_the_formulas():

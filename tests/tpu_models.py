@@ -1,10 +1,11 @@
-"""Models whose FLOPs are counted, and counting them."""
+"""Models whose FLOPs are counted, counting them, and reports of runs that were never compiled."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 
+from focus import experiment
 from focus.policy import model as models
 from focus.policy import qwen3_5, transformer
 
@@ -47,6 +48,24 @@ def shapes_of(config, length):
         is_leaf=lambda x: isinstance(x, tuple),
     )
     return params, jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+
+def fake_report(config, chips, programs):
+    """What a compile report says of a run; `programs`: seconds of arithmetic, and peak bytes."""
+    tokens = config.learner.micro_rows * config.learner.row_length
+    return {
+        "topology": chips.slice_.name,
+        "num_params": models.num_params(experiment.model_config(config)),
+        "mesh": {"fsdp": chips.fsdp, "tensor": chips.tensor},
+        "programs": {
+            name: {
+                "time": {"compute_s": seconds, "memory_s": 1.0, "collective_s": 0.5},
+                "peak_bytes": peak_bytes,
+                "tokens": tokens,
+            }
+            for name, (seconds, peak_bytes) in programs.items()
+        },
+    }
 
 
 def logits(config, params, tokens):
