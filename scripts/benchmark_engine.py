@@ -18,6 +18,7 @@ import time
 import jax
 import numpy as np
 
+from focus.learner import sharding
 from focus.policy import model as models
 from focus.policy import transformer
 from focus.rollout.embedded import EmbeddedEngine
@@ -97,7 +98,7 @@ def main() -> None:
         "--cpu-devices", type=int, default=2, help="what a CPU is made to look like"
     )
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", options.cpu_devices)
+    sharding.split_cpu(options.cpu_devices)
 
     engine = EmbeddedEngine(
         MODEL,

@@ -13,11 +13,10 @@ On several hosts the same command runs on each, with one workdir that all of the
 
 import sys
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from focus.learner import hosts
+from focus.learner import hosts, sharding
 from focus.rollout import EngineError
 from focus.train import train
 
@@ -66,7 +65,7 @@ def main(argv):
         raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # of libraries that use absl; ours is the progress bar
     if _CPU_DEVICES.value:
-        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES.value)
+        sharding.split_cpu(_CPU_DEVICES.value)
     try:
         hosts.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
         train(_CONFIG.value, _WORKDIR.value)

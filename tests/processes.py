@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from focus.learner.sharding import CPU_THREADS_PER_DEVICE
+
 TESTS = Path(__file__).parent
 
 # First lines of a program that `together` runs: its process joins the others.
@@ -23,6 +25,7 @@ def environment(devices):
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
+        "PJRT_NPROC": str(CPU_THREADS_PER_DEVICE * devices),
         # Little optimisation: these programs run a few times, compiling them is what costs.
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",

@@ -27,6 +27,7 @@ from adapters import (
 )
 from conftest import REPOSITORY
 from families import make_params
+from processes import run_program
 from random_trajectories import make_forest
 
 from focus import experiment
@@ -373,24 +374,8 @@ SHAPES = [s for s in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(s) =
 
 
 def check_shapes(family, shapes):
-    tests = REPOSITORY / "tests"
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        # Little optimisation: these programs run a few times, compiling them is what costs.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-        "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tests}",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", EIGHT_DEVICES, family, json.dumps(shapes)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("same") == len(shapes)
+    out = run_program(EIGHT_DEVICES, family, json.dumps(shapes), timeout=1200)
+    assert out.count("same") == len(shapes)
 
 
 def test_one_device_and_eight_train_the_same_adapters():

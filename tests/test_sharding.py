@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from families import FAMILIES
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -261,6 +262,21 @@ def check_meshes(family, shapes):
     program = f"import test_sharding as t; t.compare_meshes({family!r}, {shapes})"
     out = run_program(program, timeout=3000)
     assert out.count("same") == len(shapes)
+
+
+def test_a_cpu_of_several_devices_has_threads_to_wait_in(monkeypatch):
+    """Collectives wait in the threads that the devices share: with one a device, all can wait."""
+    program = (
+        "import os, sys; from focus.learner import sharding; sharding.split_cpu(int(sys.argv[1]));"
+        "import jax; print(len(jax.devices()), os.environ['PJRT_NPROC'])"
+    )
+    variables = processes.environment(1)
+    del variables["PJRT_NPROC"], variables["JAX_NUM_CPU_DEVICES"]
+    monkeypatch.setattr(processes, "environment", lambda devices: variables)
+    devices, threads = map(int, run_program(program, 64).split())
+    assert devices == 64 and threads >= 2 * devices
+    variables["PJRT_NPROC"] = "5"
+    assert run_program(program, 2) == "2 5\n"
 
 
 def test_one_device_and_eight_give_the_same_losses_and_gradients():

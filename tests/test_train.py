@@ -417,8 +417,8 @@ def test_a_step_whose_engine_is_dead_teaches_nothing_and_is_soon_over(
 
 _FIRST_STEP = """
 import json, sys
-import jax
-jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+from focus.learner import sharding
+sharding.split_cpu(int(sys.argv[1]))
 import tiny
 from focus.metrics import read_metrics
 from focus.steps import learn

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,23 @@ ROW_RULES: Rules = (
 SEQUENCE_BACKENDS = ("plain", "allgather")
 # Backends that run on each device by themselves, with whole heads.
 LOCAL_BACKENDS = ("allgather", "splash")
+
+# Devices that a CPU is made to look like share a pool of threads, which is as large as their number
+# or that of the cores. A thread that has come to a collective waits in it for the other devices.
+# One of the program and one of a loop in it may be met at a time and by each device in another
+# order: with fewer threads, all of them can end up waiting for a device that none is left to run.
+CPU_THREADS_PER_DEVICE = 2
+
+
+def split_cpu(devices: int) -> None:
+    """Makes the CPU look like several devices; call it before any other use of JAX.
+
+    Do not set `jax_num_cpu_devices` alone: see `CPU_THREADS_PER_DEVICE`. A pool that is wanted
+    larger, or smaller, is named by the environment variable PJRT_NPROC.
+    """
+    jax.config.update("jax_num_cpu_devices", devices)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("PJRT_NPROC", str(max(cores or 1, CPU_THREADS_PER_DEVICE * devices)))
 
 
 def make_mesh(
