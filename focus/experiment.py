@@ -13,7 +13,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from focus.context import CONTEXT_MANAGERS, ContextManager
-from focus.credit.registry import ESTIMATORS
+from focus.credit.registry import ESTIMATORS, check_hparams
 from focus.critic.head import CriticConfig
 from focus.engines import ENGINES, PUSHES
 from focus.learner import hosts
@@ -69,8 +69,12 @@ def _choose(name: str, value: str, choices) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
+def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> None:
     """Checks what can be known without building anything.
+
+    Args:
+      config: of the run.
+      has_servers: False for a plan, which may be made before there are servers to name.
 
     Raises:
       ValueError: names the key, its value, and what would be right.
@@ -111,12 +115,13 @@ def validate(config: ml_collections.ConfigDict) -> None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
     if c.rollout.async_depth < 0:
         raise ValueError(f"rollout.async_depth must be >= 0, got {c.rollout.async_depth}")
-    if (c.rollout.engine == "sglang") != bool(c.rollout.urls):
+    if has_servers and (c.rollout.engine == "sglang") != bool(c.rollout.urls):
         raise ValueError(
             f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "
             "sglang needs the URL of every server, the embedded engine is in this process"
         )
-    if c.rollout.push == "adapter" and not (lora and c.rollout.engine == "sglang"):
+    served = c.rollout.engine == "sglang" or not has_servers
+    if c.rollout.push == "adapter" and not (lora and served):
         raise ValueError(
             f"rollout.push='adapter' does not go with learner.lora.rank={c.learner.lora.rank} and "
             f"rollout.engine={c.rollout.engine!r}: it is for servers of a run that trains "
@@ -162,7 +167,7 @@ def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
     literals or words as values, overrides those of any.
 
     Raises:
-      ValueError: an option without a value.
+      ValueError: an option without a value, or one that is given twice.
     """
     takes = ESTIMATORS[c.credit.estimator].hparams
     hparams: dict[str, Any] = {}
@@ -171,15 +176,18 @@ def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
         hparams = {name: c.credit[name] for name in shared if name in takes}
     if "fork_rows" in takes:
         hparams["fork_rows"] = "suffix"  # a branch holds what it played itself
+    options: dict[str, Any] = {}
     for option in c.credit.options.split():
         name, equals, value = option.partition("=")
         if not (name and equals and value):
             raise ValueError(f"credit.options={c.credit.options!r}: write {option!r} as name=value")
+        if name in options:
+            raise ValueError(f"credit.options={c.credit.options!r} gives {name} twice")
         try:
-            hparams[name] = ast.literal_eval(value)
+            options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            hparams[name] = value
-    return hparams
+            options[name] = value
+    return hparams | options
 
 
 def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
@@ -194,7 +202,13 @@ def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
         "citations": c.context.manager == "cite_summary",
     }
     parts = [part for part, is_there in there.items() if is_there]
-    return read_channels(c.credit.estimator, estimator_hparams(c), parts)
+    if (kind := ESTIMATORS[c.credit.estimator].kind) != "estimator":
+        raise ValueError(
+            f"credit.estimator: {c.credit.estimator} is a {kind} and gives no advantages; "
+            "`python -m focus.credit` lists the estimators"
+        )
+    check_hparams(c.credit.estimator, hparams := estimator_hparams(c), user="credit.options: ")
+    return read_channels(c.credit.estimator, hparams, parts)
 
 
 def step_config(c: ml_collections.ConfigDict) -> StepConfig:

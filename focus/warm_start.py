@@ -43,8 +43,11 @@ from focus.types import Generation, Segment, State, Trajectory
 # Whatever these say decides what a warm start is; a change of theirs makes a new one.
 _SOURCES = (
     "warm_start.py",
+    "context/base.py",
     "context/cite_summary.py",
     "context/summarize.py",
+    "learner/losses.py",
+    "learner/packing.py",
     "learner/scoring.py",
     "learner/update.py",
     "learner/state.py",
@@ -54,6 +57,7 @@ _SOURCES = (
     "policy/layers.py",
     "policy/logprobs.py",
     "policy/model.py",
+    "policy/placement.py",
     "policy/qwen3_5.py",
     "policy/rounded.py",
     "policy/tokens.py",
@@ -94,6 +98,8 @@ class WarmStart:
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Hash of everything that determines a warm start."""
     parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start", "context")}
+    parts["rows"] = [config.learner.max_nodes, config.learner.max_states]
+    parts["summary_tokens"] = config.rollout.max_summary_tokens
     parts["seed"] = config.seed if config.warm_start.seed is None else config.warm_start.seed
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())

@@ -59,7 +59,9 @@ def main(argv):
         sys.exit(f"{type(error).__name__}: {error}")
     show(result, rich.console.Console())
     if _OUT.value:
-        stem = Path(_OUT.value) / f"{result['config']}_{result['topology'].replace(':', '_')}"
+        rank = _CONFIG.value.learner.lora.rank
+        what = f"{result['config']}_lora{rank}" if rank else result["config"]
+        stem = Path(_OUT.value) / f"{what}_{result['topology'].replace(':', '_')}"
         stem.parent.mkdir(parents=True, exist_ok=True)
         command = ["python", "scripts/compile_tpu.py", "--config", name]
         command += ["--topology", _TOPOLOGY.value]

@@ -195,14 +195,26 @@ def test_a_run_knows_what_its_estimator_reads():
     "method, estimator, options, message",
     [
         ("grpo", "ppo", "", r"'ppo' reads value, .*critic\.enabled"),
-        ("grpo", "spo_chain", "", r"reads cut, cut_value, cut_mask.*continuations at cut points"),
+        (
+            "grpo",
+            "spo_chain",
+            "",
+            r"reads cut, cut_value.*continuations.*branching\.rule",
+        ),
+        ("grpo", "cbpo", "", r"reads parent_traj, fork_segment.*left which.*branching\.rule"),
         ("grpo", "tigpo", "", r"dist_goal, hist_score.*keep a graph of states per task"),
         ("grpo", "hpo", "", r"intent.*cluster the actions"),
         ("grpo", "self_credit", "", r"reads cited.*context\.manager=cite_summary"),
         ("grpo", "gigpo", "mode=fancy", r"mode='fancy'.*mean_norm"),
         ("grpo", "gigpo", "weight=2", r"gigpo has no hyperparameter weight.*step_weight"),
         ("grpo", "gigpo", "step_weight", r"write 'step_weight' as name=value"),
-        ("grpo", "gspo", "", r"gspo is a loss"),
+        ("grpo", "gspo", "", r"credit\.estimator: gspo is a loss"),
+        ("grpo", "grpo", "eps=abc", r"credit\.options: grpo: eps='abc' must be a number.*1e-06"),
+        ("grpo", "grpo", "ddof=1.5", r"ddof=1\.5 must be a whole number"),
+        ("grpo", "grpo", "ddof=True", r"ddof=True must be a whole number"),
+        ("grpo", "grpo", "singleton=0", r"singleton=0 must be a word.*'keep'"),
+        ("grpo", "dapo", "drop_flat_groups=1", r"drop_flat_groups=1 must be True or False"),
+        ("grpo", "grpo", "eps=1 ddof=0 eps=2", r"gives eps twice"),
     ],
 )
 def test_an_estimator_that_cannot_run_is_refused_at_the_start(method, estimator, options, message):

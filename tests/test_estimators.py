@@ -444,6 +444,8 @@ def test_unknown_names_are_refused_with_the_valid_ones():
         estimate("gpro", batch)
     with pytest.raises(ValueError, match="rloo has no hyperparameter lam.*singleton"):
         estimate("rloo", batch, lam=0.9)
+    with pytest.raises(ValueError, match="grpo: eps='small' must be a number; the default is"):
+        estimate("grpo", batch, eps="small")
     for hparam in ("truncation", "lambda_mode"):
         with pytest.raises(ValueError, match=f"{hparam}='sometimes'"):
             estimate("focus", batch, **{hparam: "sometimes"})

@@ -116,6 +116,22 @@ def test_a_frozen_unembedding_costs_no_gradient(masked):
     assert flops(0) < 0.8 * flops((0, 1))  # three products of the four
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0,)])
+def test_no_tokens_have_no_log_probs(shape):
+    unembedding, wanted = jnp.ones((11, 4)), jnp.zeros(shape, bool)
+    for asked in (None, wanted):
+        got = chunked_logprobs(
+            jnp.zeros((*shape, 4)), unembedding, jnp.zeros(shape, jnp.int32), wanted=asked
+        )
+        assert [x.shape for x in got] == [shape, shape]
+
+
+def test_a_chunk_has_tokens():
+    hidden, unembedding, targets, *_ = inputs(0, 1, 5, 11)
+    with pytest.raises(ValueError, match="chunk must be >= 1 token.*got 0"):
+        chunked_logprobs(hidden, unembedding, targets, chunk=0)
+
+
 def test_one_row_needs_no_leading_axis():
     hidden, unembedding, targets, *_ = inputs(0, 1, 5, 11)
     got = chunked_logprobs(hidden[0], unembedding, targets[0], chunk=2)

@@ -301,6 +301,8 @@ def test_formulas_agree_with_a_small_slice():
     config.model.update(dtype="bfloat16", d_model=256, head_dim=128, d_ff=512, num_layers=4)
     config.mesh.update(data=1, fsdp=4)
     config.critic.enabled = False
+    config.branching.update(rule="none", base_fraction=1.0)
+    config.credit.estimator, config.rollout.group_size = "grpo", 2
     result = compile_config(config, "v5e:2x2", name="tiny", only=("gradient", "optimizer"))
     gradient, optimizer = (result["programs"][name] for name in ("gradient", "optimizer"))
     _, numbers = sizes(config)

@@ -4,13 +4,16 @@ import dataclasses
 import io
 import json
 import math
+import re
+import subprocess
+import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import rich.console
+from conftest import REPOSITORY
 from tpu_models import fake_report
 
 from configs import quickstart, tpu_pod
@@ -23,9 +26,10 @@ from focus.policy import model as models
 from focus.policy import transformer
 from focus.tpu import estimate, flops, plan
 from focus.tpu.chips import GPUS, TPUS, Chip, Slice, parse_topology
+from focus.tpu.run import compile_config
 
 GPU = GPUS["H100"]
-REPORTS = sorted((Path(__file__).parent.parent / "docs" / "tpu").glob("*.json"))
+REPORTS = sorted((REPOSITORY / "docs" / "tpu").glob("*.json"))
 
 
 def layout(config, topology="v5p:4x4x4"):
@@ -204,6 +208,25 @@ def test_adapters_are_pushed_where_there_are_any():
     config.rollout.push = "adapter"
     with pytest.raises(ValueError, match="learner.lora.rank >= 1"):
         make(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rollout.push", "adaptor", "rollout.push must be one of weights, adapter; got 'adaptor'"),
+        ("learner.lora.rank", 9999, "learner.lora.rank 9999 is more than q_proj .* at most 4096"),
+    ],
+)
+def test_no_plan_is_made_for_a_run_that_would_be_refused(key, value, message):
+    command = [sys.executable, "scripts/plan.py", "--config=configs/tpu_pod.py:qwen3_8b"]
+    command.append(f"--config.{key}={value}")
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not done.stdout
+    assert re.search(message, done.stderr), done.stderr
+    config = tpu_pod.get_config("qwen3_8b")
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=message):
+        compile_config(config, "v5p:4x4x4")
 
 
 # Both sides.

@@ -16,6 +16,7 @@ import pytest
 import tiny
 from conftest import REPOSITORY
 
+from focus import warm_start
 from focus.journal import read_json_lines
 from focus.learner import compilations
 from focus.learner.checkpoint import Checkpointer
@@ -271,6 +272,19 @@ def test_the_same_command_goes_on_after_kill_9_at_any_moment(tmp_path, monkeypat
     assert summary["replayed"]["tokens"] == sum(
         sum(line["tokens"].values()) for line in paid
     ) - sum(sum(line["tokens"].values()) for line in kept)
+
+
+@pytest.mark.parametrize(
+    "change", ["learner.max_nodes", "learner.max_states", "rollout.max_summary_tokens"]
+)
+def test_a_warm_start_is_named_by_what_its_rows_and_contexts_are_made_with(change):
+    config = tiny.get_config("focus")
+    name = warm_start.fingerprint(config)
+    config.learner.learning_rate *= 2  # of the run, not of its start
+    assert warm_start.fingerprint(config) == name
+    part, key = change.split(".")
+    config[part][key] += 1
+    assert warm_start.fingerprint(config) != name
 
 
 # The leak rule.

@@ -44,10 +44,13 @@ CHANNEL_PRODUCERS = {
         "lay out the tree of base rollouts and branches",
     ),
     **dict.fromkeys(
-        ("parent_traj", "fork_segment", "fork_token"), "say where a rollout left which other"
+        ("parent_traj", "fork_segment", "fork_token"),
+        "say where a rollout left which other (branching.rule)",
     ),
     "pivot_segment": "ask for a reflection that blames a segment",
-    **dict.fromkeys(("cut", "cut_value", "cut_mask"), "sample continuations at cut points"),
+    **dict.fromkeys(
+        ("cut", "cut_value", "cut_mask"), "sample continuations at cut points (branching.rule)"
+    ),
     **dict.fromkeys(("hist_score", "hist_group", "is_revisit"), "keep earlier scores of tasks"),
     "progress": "say which share of training is done",
     "staleness": "say which weights sampled each token (rollout versions)",

@@ -6,10 +6,12 @@ or in `ESTIMATORS` directly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from focus.credit import (
     baselines,
@@ -37,6 +39,42 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
 }
 
 
+# Kind of a default -> what may stand in its place, and how to say so. A number may be an array:
+# of a sweep with `vmap`, or traced.
+_KINDS = {
+    bool: ((bool, np.bool_), "True or False"),
+    int: ((int, np.integer), "a whole number"),
+    float: ((int, float, np.number, np.ndarray, jax.Array), "a number"),
+    str: ((str,), "a word"),
+}
+
+
+def check_hparams(name: str, hparams: Mapping[str, Any], *, user: str = "") -> None:
+    """Checks names and kinds of hyperparameters.
+
+    Args:
+      name: key of `ESTIMATORS`.
+      hparams: overrides of its hyperparameters.
+      user: who set them, for the message.
+
+    Raises:
+      ValueError: an unknown one, or one of another kind than its default.
+    """
+    defaults = ESTIMATORS[name].hparams
+    unknown = sorted(set(hparams) - set(defaults))
+    if unknown:
+        raise ValueError(
+            f"{user}{name} has no hyperparameter {', '.join(unknown)}; it has {sorted(defaults)}"
+        )
+    for key, value in hparams.items():
+        accepted, kind = _KINDS.get(type(defaults[key]), ((object,), ""))
+        truth = isinstance(value, (bool, np.bool_)) and kind and accepted is not _KINDS[bool][0]
+        if truth or not isinstance(value, accepted):
+            raise ValueError(
+                f"{user}{name}: {key}={value!r} must be {kind}; the default is {defaults[key]!r}"
+            )
+
+
 def estimate(name: str, batch: CreditBatch, **hparams: Any) -> Credit:
     """Turns outcomes into advantages with the estimator called `name`.
 
@@ -49,7 +87,8 @@ def estimate(name: str, batch: CreditBatch, **hparams: Any) -> Credit:
       `Credit`; never normalised over the batch.
 
     Raises:
-      ValueError: unknown name or hyperparameter, no estimator, or a channel that the batch lacks.
+      ValueError: unknown name or hyperparameter, a hyperparameter of another kind than its
+        default, no estimator, or a channel that the batch lacks.
     """
     if name not in ESTIMATORS:
         raise ValueError(f"estimator {name!r} is unknown; choose one of {sorted(ESTIMATORS)}")
@@ -59,11 +98,7 @@ def estimate(name: str, batch: CreditBatch, **hparams: Any) -> Credit:
             f"{name} is a {spec.kind}, not an estimator: call {spec.fn.__module__}."
             f"{spec.fn.__name__} itself"
         )
-    unknown = sorted(set(hparams) - set(spec.hparams))
-    if unknown:
-        raise ValueError(
-            f"{name} has no hyperparameter {', '.join(unknown)}; it has {sorted(spec.hparams)}"
-        )
+    check_hparams(name, hparams)
     require_channels(batch, spec.inputs, name)
     batch = jax.tree.map(jnp.asarray, batch)
     return spec.fn(batch, **{**spec.hparams, **hparams})

@@ -106,11 +106,18 @@ def chunked_logprobs(
 
     Returns:
       `(logp [..., T], entropy [..., T])` in float32; 0 where nothing is wanted.
+
+    Raises:
+      ValueError: a chunk without tokens.
     """
     chex.assert_equal_shape_prefix([hidden, targets], targets.ndim)
     chex.assert_rank(hidden, targets.ndim + 1)
     if wanted is not None:
         chex.assert_equal_shape([wanted, targets])
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be >= 1 token, or None to choose by size; got {chunk}")
+    if not targets.size:
+        return jnp.zeros(targets.shape), jnp.zeros(targets.shape)
     width = hidden.shape[-1]
     shares = axis_size("sequence")
     chex.assert_is_divisible(targets.shape[-1], shares)

@@ -55,12 +55,12 @@ class LoraConfig:
 
     def __post_init__(self):
         if self.rank < 1:
-            raise ValueError(f"lora.rank must be >= 1, got {self.rank}")
+            raise ValueError(f"learner.lora.rank must be >= 1, got {self.rank}")
         if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ValueError(f"lora.alpha must be > 0, got {self.alpha}")
+            raise ValueError(f"learner.lora.alpha must be > 0, got {self.alpha}")
         if isinstance(self.targets, str) or not self.targets:
             raise ValueError(
-                f"lora.targets is a tuple of names such as ('q_proj', 'v_proj') or "
+                f"learner.lora.targets is a tuple of names such as ('q_proj', 'v_proj') or "
                 f"('{ALL_LINEAR}',), got {self.targets!r}"
             )
 
@@ -159,8 +159,9 @@ def adapter_shapes(config: models.Config, lora: LoraConfig) -> Params:
         *stacked, rows, columns = shapes[group][name]
         if lora.rank > min(rows, columns):
             raise ValueError(
-                f"lora.rank {lora.rank} is more than {name} of shape [{rows}, {columns}] has: use "
-                f"at most {min(rows, columns)}, or leave {name} out of lora.targets"
+                f"learner.lora.rank {lora.rank} is more than {name} of shape [{rows}, {columns}] "
+                f"has: use at most {min(rows, columns)}, or leave {name} out of "
+                "learner.lora.targets"
             )
         a = jax.ShapeDtypeStruct((*stacked, rows, lora.rank), jnp.float32)
         b = jax.ShapeDtypeStruct((*stacked, lora.rank, columns), jnp.float32)

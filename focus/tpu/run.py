@@ -43,9 +43,11 @@ def compile_config(
 
     Raises:
       DoesNotFit: a program needs more memory than a chip has.
-      ValueError: unknown topology or program, or sizes that do not fit together.
+      ValueError: unknown topology or program, sizes that do not fit together, or a config that
+        no run would take.
     """
     slice_ = parse_topology(topology)
+    experiment.validate(config, has_servers=False)
     model = experiment.model_config(config)
     mesh = sharding.make_mesh(**config.mesh.to_dict(), devices=topology_devices(slice_))
     chosen = programs(config, mesh)
