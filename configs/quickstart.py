@@ -7,8 +7,9 @@ warm-started on episodes of an error-prone scripted agent and then trained from 
     python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo
 
 Expected on two cores: eight to nine minutes in all, of which three and a half are the warm start
-(once, then kept) and four to five are training; held-out success from 0.23 to about 0.6, 0.05 more
-or less (see docs/quickstart.md). self_credit imitates for longer and ends lower.
+(once, then kept) and four to five are training; held-out success from 0.24 to 0.57, give or take
+the 0.05 by which runs differ (see docs/quickstart.md). self_credit imitates for longer and ends
+lower.
 
 The argument names the method: focus (default), focus_summarize (FOCUS with a context that the
 policy itself has to compact), grpo, vineppo, ppo, self_credit (summaries cite turns, and cited
