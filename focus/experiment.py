@@ -58,6 +58,18 @@ MAY_DIFFER = (
     "log",
 )
 
+# Sizes and counts. Those of a model come from `model.path` where there is one.
+_AT_LEAST_ONE = (
+    "task.max_turns",
+    *(f"model.{size}" for size in ("vocab_size", "d_model", "num_layers", "num_heads")),
+    *(f"model.{size}" for size in ("num_kv_heads", "head_dim", "d_ff", "max_context")),
+    "rollout.episode_tokens",
+    "learner.micro_rows",
+    "learner.minibatches",
+    "learner.epochs",
+    "learner.row_length",
+)
+
 VALUES_FROM = ("before", "crossfit", "after")
 UNCERTAINTIES = ("ensemble", "posterior")
 BACKBONES = ("policy", "own")
@@ -74,7 +86,8 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
 
     Args:
       config: of the run.
-      has_servers: False for a plan, which may be made before there are servers to name.
+      has_servers: False for a plan, which may be made before there are servers to name, and on a
+        machine with other devices.
 
     Raises:
       ValueError: names the key, its value, and what would be right.
@@ -102,6 +115,13 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
                 f"task.instructions explains calls as plain text, and chat.tool_calls={calls!r} "
                 "wants them in that format; set task.instructions=False, or chat.tool_calls=''"
             )
+    for key in _AT_LEAST_ONE:
+        part, name = key.split(".")
+        if (value := c[part].get(name, 1)) < 1:
+            raise ValueError(f"{key} must be >= 1, got {value}")
+    for axis, size in c.mesh.items():
+        if size < 1 and size != -1:
+            raise ValueError(f"mesh.{axis} must be >= 1, or -1 for what is left; got {size}")
     if c.steps < 1:
         raise ValueError(f"steps must be >= 1, got {c.steps}")
     if c.evaluate.every < 0 or c.checkpoint.every < 1:
@@ -127,7 +147,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             f"rollout.engine={c.rollout.engine!r}: it is for servers of a run that trains "
             "adapters; set learner.lora.rank and rollout.engine='sglang', or rollout.push='weights'"
         )
-    if c.rollout.engine == "embedded":
+    if c.rollout.engine == "embedded" and has_servers:
         num_devices(c.rollout.devices, c.rollout.max_running)
     loss_config(c)
     if c.learner.logprob_chunk < 0:
@@ -185,8 +205,8 @@ def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
             raise ValueError(f"credit.options={c.credit.options!r} gives {name} twice")
         try:
             options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            options[name] = value  # a word
     return hparams | options
 
 

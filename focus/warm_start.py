@@ -45,6 +45,7 @@ _SOURCES = (
     "warm_start.py",
     "context/base.py",
     "context/cite_summary.py",
+    "context/full.py",
     "context/summarize.py",
     "learner/losses.py",
     "learner/packing.py",
@@ -99,7 +100,8 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Hash of everything that determines a warm start."""
     parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start", "context")}
     parts["rows"] = [config.learner.max_nodes, config.learner.max_states]
-    parts["summary_tokens"] = config.rollout.max_summary_tokens
+    if config.context.manager != "full":
+        parts["summary_tokens"] = config.rollout.max_summary_tokens
     parts["seed"] = config.seed if config.warm_start.seed is None else config.warm_start.seed
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())

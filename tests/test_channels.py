@@ -211,6 +211,8 @@ def test_a_run_knows_what_its_estimator_reads():
         ("grpo", "gspo", "", r"credit\.estimator: gspo is a loss"),
         ("grpo", "grpo", "eps=abc", r"credit\.options: grpo: eps='abc' must be a number.*1e-06"),
         ("grpo", "grpo", "ddof=1.5", r"ddof=1\.5 must be a whole number"),
+        ("grpo", "grpo", "eps={[]}", r"eps='\{\[\]\}' must be a number"),
+        ("grpo", "grpo", f"ddof={10**20}", r"ddof=10+ must be a whole number"),
         ("grpo", "grpo", "ddof=True", r"ddof=True must be a whole number"),
         ("grpo", "grpo", "singleton=0", r"singleton=0 must be a word.*'keep'"),
         ("grpo", "dapo", "drop_flat_groups=1", r"drop_flat_groups=1 must be True or False"),

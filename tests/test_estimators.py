@@ -446,6 +446,22 @@ def test_unknown_names_are_refused_with_the_valid_ones():
         estimate("rloo", batch, lam=0.9)
     with pytest.raises(ValueError, match="grpo: eps='small' must be a number; the default is"):
         estimate("grpo", batch, eps="small")
+    with pytest.raises(ValueError, match="must be a number"):
+        estimate("grpo", batch, eps=jnp.array(True))
+
+
+def test_hyperparameters_may_be_arrays_and_traced():
+    batch = random_batch(0)
+    want = estimate("grpo", batch, ddof=0, eps=0.5).advantages
+    for ddof in (np.int64(0), np.array(0), jnp.int32(0)):
+        got = estimate("grpo", batch, ddof=ddof, eps=np.float32(0.5)).advantages
+        np.testing.assert_allclose(got, want, atol=1e-6)
+    traced = jax.jit(lambda ddof, eps: estimate("grpo", batch, ddof=ddof, eps=eps).advantages)
+    np.testing.assert_allclose(traced(0, 0.5), want, atol=1e-6)
+
+
+def test_unknown_names_of_settings_are_refused():
+    batch = random_batch(0)
     for hparam in ("truncation", "lambda_mode"):
         with pytest.raises(ValueError, match=f"{hparam}='sometimes'"):
             estimate("focus", batch, **{hparam: "sometimes"})

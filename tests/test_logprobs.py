@@ -124,6 +124,9 @@ def test_no_tokens_have_no_log_probs(shape):
             jnp.zeros((*shape, 4)), unembedding, jnp.zeros(shape, jnp.int32), wanted=asked
         )
         assert [x.shape for x in got] == [shape, shape]
+    if len(shape) == 2:
+        assert wanted_first(wanted).shape == shape
+    assert default_chunk(2, 0, 11) == 1
 
 
 def test_a_chunk_has_tokens():

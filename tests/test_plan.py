@@ -214,6 +214,8 @@ def test_adapters_are_pushed_where_there_are_any():
     ("key", "value", "message"),
     [
         ("rollout.push", "adaptor", "rollout.push must be one of weights, adapter; got 'adaptor'"),
+        ("learner.minibatches", 0, "learner.minibatches must be >= 1, got 0"),
+        ("mesh.tensor", 0, "mesh.tensor must be >= 1, or -1 for what is left; got 0"),
         ("learner.lora.rank", 9999, "learner.lora.rank 9999 is more than q_proj .* at most 4096"),
     ],
 )
@@ -227,6 +229,12 @@ def test_no_plan_is_made_for_a_run_that_would_be_refused(key, value, message):
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=message):
         compile_config(config, "v5p:4x4x4")
+
+
+def test_a_plan_does_not_ask_this_machine_for_its_devices():
+    config = tpu_pod.get_config("qwen3_8b")
+    config.rollout.devices = 4
+    experiment.validate(config, has_servers=False)
 
 
 # Both sides.

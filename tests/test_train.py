@@ -278,7 +278,7 @@ def test_the_same_command_goes_on_after_kill_9_at_any_moment(tmp_path, monkeypat
     "change", ["learner.max_nodes", "learner.max_states", "rollout.max_summary_tokens"]
 )
 def test_a_warm_start_is_named_by_what_its_rows_and_contexts_are_made_with(change):
-    config = tiny.get_config("focus")
+    config = tiny.get_config("focus_summarize")
     name = warm_start.fingerprint(config)
     config.learner.learning_rate *= 2  # of the run, not of its start
     assert warm_start.fingerprint(config) == name

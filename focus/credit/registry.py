@@ -39,14 +39,22 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
 }
 
 
-# Kind of a default -> what may stand in its place, and how to say so. A number may be an array:
-# of a sweep with `vmap`, or traced.
+# Kind of a default -> kinds that may stand in its place, and how to say so.
 _KINDS = {
-    bool: ((bool, np.bool_), "True or False"),
-    int: ((int, np.integer), "a whole number"),
-    float: ((int, float, np.number, np.ndarray, jax.Array), "a number"),
+    bool: ((bool,), "True or False"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
     str: ((str,), "a word"),
 }
+
+
+def _kind(value: Any) -> type | None:
+    """Of a Python value or of an array, which may be traced; None: no hyperparameter has it."""
+    if not hasattr(value, "dtype"):
+        too_large = type(value) is int and abs(value) >= 2**31
+        return type(value) if type(value) in _KINDS and not too_large else None
+    families = ((bool, np.bool_), (int, jnp.integer), (float, jnp.floating))
+    return next((kind for kind, family in families if jnp.issubdtype(value.dtype, family)), None)
 
 
 def check_hparams(name: str, hparams: Mapping[str, Any], *, user: str = "") -> None:
@@ -67,11 +75,10 @@ def check_hparams(name: str, hparams: Mapping[str, Any], *, user: str = "") -> N
             f"{user}{name} has no hyperparameter {', '.join(unknown)}; it has {sorted(defaults)}"
         )
     for key, value in hparams.items():
-        accepted, kind = _KINDS.get(type(defaults[key]), ((object,), ""))
-        truth = isinstance(value, (bool, np.bool_)) and kind and accepted is not _KINDS[bool][0]
-        if truth or not isinstance(value, accepted):
+        kinds, said = _KINDS.get(type(defaults[key]), ((), ""))
+        if kinds and _kind(value) not in kinds:
             raise ValueError(
-                f"{user}{name}: {key}={value!r} must be {kind}; the default is {defaults[key]!r}"
+                f"{user}{name}: {key}={value!r} must be {said}; the default is {defaults[key]!r}"
             )
 
 

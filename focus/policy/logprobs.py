@@ -53,8 +53,8 @@ def default_chunk(
     if skips:
         least = -(-TOKENS_PER_CHUNK[known] // rows)
         most = min(most, max(least, -(-length // CHUNKS_TO_SKIP)))
-    chunks = -(-length // most)
-    return -(-length // chunks)
+    chunks = max(1, -(-length // most))
+    return max(1, -(-length // chunks))
 
 
 def wanted_first(wanted: Array) -> Array:
@@ -70,7 +70,8 @@ def wanted_first(wanted: Array) -> Array:
     shares = axis_size("sequence")
     chex.assert_is_divisible(wanted.shape[1], shares)
     length = wanted.shape[1] // shares
-    order = jnp.argsort(~wanted.reshape(-1, shares, length), axis=2, stable=True)
+    rows = wanted.shape[0]
+    order = jnp.argsort(~wanted.reshape(rows, shares, length), axis=2, stable=True)
     start = length * jnp.arange(shares, dtype=order.dtype)
     return (order + start[:, None]).reshape(wanted.shape)
 
