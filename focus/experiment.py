@@ -64,9 +64,6 @@ _AT_LEAST_ONE = (
     *(f"model.{size}" for size in ("vocab_size", "d_model", "num_layers", "num_heads")),
     *(f"model.{size}" for size in ("num_kv_heads", "head_dim", "d_ff", "max_context")),
     "rollout.episode_tokens",
-    "learner.micro_rows",
-    "learner.minibatches",
-    "learner.epochs",
     "learner.row_length",
 )
 
@@ -150,6 +147,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     if c.rollout.engine == "embedded" and has_servers:
         num_devices(c.rollout.devices, c.rollout.max_running)
     loss_config(c)
+    update_config(c)
     if c.learner.logprob_chunk < 0:
         raise ValueError(
             f"learner.logprob_chunk must be >= 0 (0 chooses by size), got {c.learner.logprob_chunk}"

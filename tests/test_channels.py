@@ -195,12 +195,7 @@ def test_a_run_knows_what_its_estimator_reads():
     "method, estimator, options, message",
     [
         ("grpo", "ppo", "", r"'ppo' reads value, .*critic\.enabled"),
-        (
-            "grpo",
-            "spo_chain",
-            "",
-            r"reads cut, cut_value.*continuations.*branching\.rule",
-        ),
+        ("grpo", "spo_chain", "", r"reads cut, cut_value.*continuations.*branching\.rule"),
         ("grpo", "cbpo", "", r"reads parent_traj, fork_segment.*left which.*branching\.rule"),
         ("grpo", "tigpo", "", r"dist_goal, hist_score.*keep a graph of states per task"),
         ("grpo", "hpo", "", r"intent.*cluster the actions"),

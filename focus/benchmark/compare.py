@@ -27,6 +27,7 @@ import rich.table
 
 from focus.benchmark.sides import SIDES
 from focus.benchmark.work import SIZES, Work
+from focus.learner.sharding import num_cores
 from focus.policy import hf
 from focus.policy import model as models
 
@@ -193,8 +194,9 @@ def machine() -> str:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores, Python {platform.python_version()}, {', '.join(versions)}"
+    return (
+        f"{model}, {num_cores()} cores, Python {platform.python_version()}, {', '.join(versions)}"
+    )
 
 
 _HEAD = """\

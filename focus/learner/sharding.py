@@ -67,6 +67,11 @@ LOCAL_BACKENDS = ("allgather", "splash")
 CPU_THREADS_PER_DEVICE = 2
 
 
+def num_cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def split_cpu(devices: int) -> None:
     """Makes the CPU look like several devices; call it before any other use of JAX.
 
@@ -74,8 +79,8 @@ def split_cpu(devices: int) -> None:
     larger, or smaller, is named by the environment variable PJRT_NPROC.
     """
     jax.config.update("jax_num_cpu_devices", devices)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    os.environ.setdefault("PJRT_NPROC", str(max(cores or 1, CPU_THREADS_PER_DEVICE * devices)))
+    threads = max(num_cores(), CPU_THREADS_PER_DEVICE * devices)
+    os.environ.setdefault("PJRT_NPROC", str(threads))
 
 
 def make_mesh(
