@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 Array = jax.Array
 
@@ -227,6 +228,33 @@ class RolloutTree:
     def trajectories(self) -> tuple[Trajectory, ...]:
         """Base trajectories first, then branches: the order of the B axis."""
         return self.base + self.branches
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBelief:
+    """What a critic believes of the states of trajectories (NumPy); N is at least their number.
+
+    Entries of states that have no prompt (where the environment ended the episode) and padding
+    may hold anything.
+
+    Attributes:
+      mean: [B, N] critic mean.
+      error_features: [B, N, D] with `e(s) . e(s') = Cov[V(s), V(s')]`.
+      variance: [B, N] epistemic variance, `|e(s)|^2`.
+      noise_var: [B, N] variance of one outcome given the state.
+      cost: [B, N] tokens that one continuation is expected to generate.
+    """
+
+    mean: np.ndarray
+    error_features: np.ndarray
+    variance: np.ndarray
+    noise_var: np.ndarray
+    cost: np.ndarray
+
+    def rows(self, count: int) -> StateBelief:
+        """The belief about the first `count` trajectories."""
+        fields = dataclasses.fields(self)
+        return StateBelief(**{f.name: getattr(self, f.name)[:count] for f in fields})
 
 
 @jax.tree_util.register_dataclass

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from focus import experiment
 from focus.credit import ESTIMATORS, estimate
+from focus.run import experiment
 from focus.types import CreditBatch
 
 ROOT = Path(__file__).parent.parent
