@@ -15,7 +15,15 @@ import numpy as np
 
 from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer
-from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
+from focus.rollout import (
+    Agent,
+    AllRolloutsFailed,
+    Pool,
+    Rollout,
+    Start,
+    UnlimitedAccount,
+    play,
+)
 from focus.run import experiment, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.trainer import Trainer
@@ -66,18 +74,19 @@ async def evaluate(
       Evaluation.
 
     Raises:
-      RuntimeError: not a single rollout has an outcome.
+      AllRolloutsFailed: not a single rollout has an outcome.
       FleetDead: nobody samples any more.
     """
     pool = Pool(concurrency)
     for i, task in hosts.deal(list(enumerate(tasks))):
         rollout = Rollout(f"{name}/{i}.0", task.id, i)
-        pool.submit(functools.partial(play, agent, agent.start(task), rollout, UnlimitedAccount()))
+        start = Start(agent, task)
+        pool.submit(functools.partial(play, agent, start, rollout, UnlimitedAccount()))
     trajectories = tuple(hosts.undeal(await alive_everywhere(pool.join())))
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     if not outcomes:
-        errors = {t.error for t in trajectories}
-        raise RuntimeError(f"none of {len(tasks)} held-out rollouts has an outcome: {errors}")
+        errors = (t.error for t in trajectories)
+        raise AllRolloutsFailed(f"none of {len(tasks)} held-out rollouts has an outcome", errors)
     success = float(np.mean([t.success for t in trajectories if t.outcome is not None]))
     return Evaluation(
         success=success,

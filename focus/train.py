@@ -21,7 +21,7 @@ import ml_collections
 import rich.console
 
 from focus.branching.budget import Ledger
-from focus.engine import FleetDead
+from focus.engine import EngineError, FleetDead
 from focus.evaluate import Evaluation, evaluate
 from focus.journal import Journal, write_atomically
 from focus.learner import hosts
@@ -29,7 +29,16 @@ from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import BaseRollouts, Collected, RolloutsAhead, Slots, StepPlay, Stopwatch, Tally
+from focus.rollout import (
+    AllRolloutsFailed,
+    BaseRollouts,
+    Collected,
+    RolloutsAhead,
+    Slots,
+    StepPlay,
+    Stopwatch,
+    Tally,
+)
 from focus.run import experiment, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
@@ -67,6 +76,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
       ValueError: a config or workdir that cannot work; before any work is done.
       FloatingPointError: a loss that is not finite; the last checkpoint is intact.
       FleetDead: no server has answered for `rollout.dead_after_s`; the run is saved.
+      AllRolloutsFailed: no rollout came back, two steps in a row; the run is saved.
     """
     with hosts.together():
         return asyncio.run(_train(config, workdir))
@@ -128,13 +138,14 @@ class _Run:
         self._slots = Slots(self.config.rollout.max_running)
         self._plays: dict[int, StepPlay] = {}
         self._saved = self.done
+        self._failed_steps = 0  # in a row, up to now
         self._unwritten: dict[str, Any] | None = None
 
     async def train(self, clock: Stopwatch) -> Evaluation:
         """All steps that are left; the run's last evaluation.
 
         Raises:
-          FleetDead: see `focus.train.train`.
+          FleetDead, AllRolloutsFailed: see `focus.train.train`.
         """
         latest = await self._begin(clock)
         depth = self.config.rollout.async_depth
@@ -143,7 +154,7 @@ class _Run:
                 try:
                     while self.done < self.config.steps:
                         latest = await self._step(ahead, write) or latest
-                except FleetDead as error:
+                except (FleetDead, AllRolloutsFailed) as error:
                     self._stop(error, write)
         return latest or await self._evaluate(clock)  # a run that had already finished
 
@@ -170,6 +181,7 @@ class _Run:
         collected = await collect_step(trainer, self.state, play, ahead, clock)
         tally = await tally_step(collected, play, self._order)
         tally.ledger.remaining(config.budget)  # raises if the budget was passed
+        self._check_failures(step, tally)
 
         # 4-7. Values, critic, credit, policy; meanwhile, base rollouts of the next steps.
         ahead.learn(step)
@@ -268,6 +280,13 @@ class _Run:
         )
         write_trees(self.workdir, step, trees)
 
+    def _check_failures(self, step: int, tally: Tally) -> None:
+        """A step that is lost as a whole teaches nothing; after a second one nothing ever will."""
+        self._failed_steps = self._failed_steps + 1 if tally.all_failed else 0
+        if self._failed_steps == 2:
+            errors = (episode.error for episode in tally.base)
+            raise AllRolloutsFailed(f"all rollouts of steps {step - 1} and {step} failed", errors)
+
     def _save(self, metrics: dict[str, Any]) -> None:
         clock, progress = Stopwatch(), self.progress
         with clock.phase("checkpoint"):
@@ -281,16 +300,17 @@ class _Run:
         self._saved = self.done
         progress.ledger += Ledger(seconds=clock.seconds)
 
-    def _stop(self, error: FleetDead, write: Write) -> NoReturn:
+    def _stop(self, error: EngineError, write: Write) -> NoReturn:
         """Saves what is done and says so."""
         metrics = self._unwritten or {}
         if metrics:
             write(self.done - 1, metrics)
         if self.done > self._saved:
             self._save(metrics)
-        raise FleetDead(
-            f"{error}. The run stands at step {self.done} and is saved; bring servers back and "
-            "start the same command again"
+        mend = "bring servers back" if isinstance(error, FleetDead) else "mend that"
+        raise type(error)(
+            f"{error}. The run stands at step {self.done} and is saved; {mend} and start the same "
+            "command again"
         ) from error
 
 
@@ -358,8 +378,8 @@ def _finish(
         if name.startswith(LAG)
     }
     steps = max(sums.get("steps", 0), 1)
-    step_phases = ("rollout", "score", "controller", "critic", "credit", "update", "push", "record")
-    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in step_phases)
+    step_phases = ("rollout", "tools", "score", "controller", "critic", "credit", "update", "push")
+    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in (*step_phases, "record"))
     report = workdir / "report.html"
     summary = {
         "method": config.method,

@@ -32,7 +32,7 @@ from focus.learner.update import UpdateConfig
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig, adapter_shapes
 from focus.policy.rounded import check_format
-from focus.rollout import Agent, RetryPolicy, StepConfig, validate_step
+from focus.rollout import Agent, RetryPolicy, StepConfig, ToolLimits, Tools, validate_step
 from focus.rollout.staleness import MIXED_VERSIONS
 from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tool_environment import ToolCalls
@@ -48,6 +48,7 @@ MAY_DIFFER = (
     "steps",
     "cache_dir",
     "rollout.max_logp_difference",
+    "rollout.tools",
     "evaluate.every",
     "checkpoint",
     "log",
@@ -165,6 +166,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             f"less than one predicted episode of {c.rollout.episode_tokens}; raise the budget or "
             "use fewer processes"
         )
+    tool_limits(c)
     validate_step(
         step_config(c),
         estimator=c.credit.estimator,
@@ -241,6 +243,11 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
             c.rollout.proceed_fraction if c.rollout.on_failure == "proceed" else None
         ),
     )
+
+
+def tool_limits(c: ml_collections.ConfigDict) -> ToolLimits:
+    """What calls of the environment may take."""
+    return ToolLimits(**c.rollout.tools.to_dict())
 
 
 def make_env(c: ml_collections.ConfigDict) -> Environment:
@@ -331,11 +338,12 @@ def make_agent(
     temperature: float,
     run_seed: int,
     retry: RetryPolicy,
+    tools: Tools,
     closing: bool = True,
 ) -> Agent:
     """The player of tasks; `retry` is what it does when the engine fails.
 
-    `closing` is that of `make_contexts`.
+    `tools` calls the environment; `closing` is that of `make_contexts`.
     """
     return Agent(
         env=env,
@@ -350,6 +358,7 @@ def make_agent(
             stop=tuple(c.rollout.stop),
         ),
         retry=retry,
+        tools=tools,
         run_seed=run_seed,
     )
 

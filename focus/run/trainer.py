@@ -23,7 +23,7 @@ from focus.learner.scoring import make_score_fn, policy_model
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import make_policy_update
 from focus.policy import model as models
-from focus.rollout import EpisodeCost, Freshness
+from focus.rollout import EpisodeCost, Freshness, Tools
 from focus.run import experiment
 from focus.run.assignment import Assignment
 from focus.run.backends import ENGINES
@@ -92,7 +92,13 @@ class Trainer:
         )
         self.backend = ENGINES[config.rollout.engine](config, model, start.chat, start.params)
         make_agent = functools.partial(
-            experiment.make_agent, config, env, start.chat, self.engine, retry=self.backend.retry
+            experiment.make_agent,
+            config,
+            env,
+            start.chat,
+            self.engine,
+            retry=self.backend.retry,
+            tools=Tools(experiment.tool_limits(config)),
         )
         self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
         # Held-out tasks are played with the same random numbers in every run and at every step.
