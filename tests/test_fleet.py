@@ -318,7 +318,8 @@ def test_spans_end_with_the_completion():
 
 
 @pytest.mark.parametrize(
-    "finish", [{"type": "stop"}, {"type": "stop", "matched": None}, {"type": "stop", "matched": STOP}]
+    "finish",
+    [{"type": "stop"}, {"type": "stop", "matched": None}, {"type": "stop", "matched": STOP}],
 )
 def test_an_end_of_turn_that_the_server_took_away_is_noticed(finish):
     with pytest.raises(BadReply, match="stopped at nothing|stopped by token 9, which it lacks"):
