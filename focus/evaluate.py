@@ -124,17 +124,10 @@ def evaluate_run(
     if temperature is not None:
         config.evaluate.temperature = temperature
     if num_tasks is not None:
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks must be >= 1, got {num_tasks}")
         config.evaluate.num_tasks = num_tasks
     experiment.validate(config)
     env = experiment.make_env(config)
-    available = len(env.tasks("heldout"))
-    if config.evaluate.num_tasks > available:
-        raise ValueError(
-            f"num_tasks {config.evaluate.num_tasks} is more than the {available} held-out tasks "
-            "of the run; ask for at most that many"
-        )
+    experiment.heldout_tasks(config, env)  # refuses more than there are
     trainer = Trainer(config, env, warm_start.load_or_make(config, env))
     checkpointer = Checkpointer(workdir)
     restored = checkpointer.restore(trainer.init_state(), step=step)

@@ -86,6 +86,7 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     hosts.agree("config", config.to_json())
     experiment.validate(config)
     env = experiment.make_env(config)
+    experiment.heldout_tasks(config, env)  # refuses more than there are
     if config.model.get("path"):
         experiment.read_chat(config, env)
     # Only now: a config that cannot work must not claim the workdir.

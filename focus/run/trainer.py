@@ -53,14 +53,7 @@ class Trainer:
         self.num_parameters = models.num_params(model)
         self.step_config = experiment.step_config(config)
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
-        self.mesh = sharding.make_mesh(**config.mesh.to_dict())
-        sharding.check_mesh(
-            self.mesh,
-            micro_rows=config.learner.micro_rows,
-            row_length=config.learner.row_length,
-            attention=model.attention,
-            num_kv_heads=model.num_kv_heads,
-        )
+        self.mesh = experiment.make_mesh(config, model)
         self._optimizer = make_optimizer(experiment.optimizer_config(config))
         policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
@@ -115,7 +108,7 @@ class Trainer:
         )
         self.assignment = Assignment(config, env, self.agent)
         self._train_tasks = env.tasks("train")
-        self.heldout_tasks = env.tasks("heldout")[: config.evaluate.num_tasks]
+        self.heldout_tasks = experiment.heldout_tasks(config, env)
 
     @property
     def compilations(self) -> int:
