@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import ml_collections
 import rich.console
 
+import focus
 from focus.branching.budget import Ledger
 from focus.engine import EngineError, FleetDead
 from focus.evaluate import Evaluation, evaluate
@@ -420,9 +421,8 @@ def _finish(
         "num_parameters": trainer.num_parameters,
         "versions": {
             "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name) for name in ("focus", "jax", "flax", "optax")
-            },
+            "focus": focus.__version__,
+            **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
         },
         "report": str(report),
     }

@@ -218,16 +218,13 @@ def test_a_learning_rate_that_ruins_the_policy_stops_the_run(prepare, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--config=configs/quickstart.py:foo"], "unknown method 'foo': choose one of focus"),
-        (["--config=configs/nothing.py"], "configs/nothing.py"),
-        (["--config=tests/tiny.py", "--config.budgett=1"], "budgett"),
-        (["--config=tests/tiny.py", "--config.budget=many"], "budget"),
+        (["--config=configs/quickstart.py:grop"], "unknown method 'grop': .* did you mean grpo?"),
         (["--config=tests/tiny.py", "--config.budget=5"], "a budget of 5 tokens is smaller"),
-        (["--config=tests/tiny.py", "more"], "more"),
-        ([], "config"),
+        (["--config=tests/tiny.py", "--config.task.name=dep_search"], "did you mean deep_search?"),
+        (["--config=tests/tiny.py", "--num_processes=many"], "--num-processes: invalid int"),
     ],
 )
-def test_the_command_line_says_what_is_wrong_in_few_lines(flags, message, tmp_path):
+def test_the_command_line_says_what_is_wrong_in_one_line(flags, message, tmp_path):
     done = subprocess.run(
         [sys.executable, "scripts/train.py", *flags, f"--workdir={tmp_path / 'run'}"],
         cwd=REPOSITORY,
@@ -237,10 +234,8 @@ def test_the_command_line_says_what_is_wrong_in_few_lines(flags, message, tmp_pa
     )
     said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert message in said
-    # ml_collections shows the line of the config file that raised, and no more than that.
-    assert said.count("Traceback") <= (":foo" in flags[0] if flags else 0)
-    assert len(said.splitlines()) <= 36, said  # a usage error prints the flags
+    assert re.search(message, said)
+    assert len(said.splitlines()) == 1, said
     assert not (tmp_path / "run").exists()
 
 

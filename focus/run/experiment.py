@@ -38,6 +38,7 @@ from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tool_environment import ToolCalls
 from focus.run import ranges
 from focus.run.backends import ENGINES, PUSHES
+from focus.run.spelling import did_you_mean
 from focus.tasks.base import Environment, Task
 from focus.tasks.deep_search import make_deep_search
 
@@ -63,7 +64,8 @@ ON_FAILURE = ("wait", "proceed")
 
 def _choose(name: str, value: str, choices) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}{hint}")
 
 
 def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> None:
