@@ -24,7 +24,7 @@ from focus.rollout import (
     UnlimitedAccount,
     play,
 )
-from focus.run import experiment, warm_start
+from focus.run import experiment, inputs, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.trainer import Trainer
 from focus.tasks.base import Task
@@ -115,7 +115,8 @@ def evaluate_run(
       Step, success, its standard error, number of tasks, mean tokens and turns.
 
     Raises:
-      ValueError: no run there, no such checkpoint, more tasks than there are.
+      ValueError: no run there, no such checkpoint, more tasks than there are, or other contents
+        of the files that the run reads.
     """
     workdir = Path(workdir)
     if not (workdir / "config.json").is_file():
@@ -126,6 +127,7 @@ def evaluate_run(
     if num_tasks is not None:
         config.evaluate.num_tasks = num_tasks
     experiment.validate(config)
+    inputs.check(inputs.find(config), workdir)
     env = experiment.make_env(config)
     experiment.heldout_tasks(config, env)  # refuses more than there are
     trainer = Trainer(config, env, warm_start.load_or_make(config, env))

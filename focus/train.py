@@ -40,7 +40,7 @@ from focus.rollout import (
     Stopwatch,
     Tally,
 )
-from focus.run import experiment, warm_start
+from focus.run import experiment, inputs, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
     LAG,
@@ -90,8 +90,12 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     experiment.heldout_tasks(config, env)  # refuses more than there are
     if config.model.get("path"):
         experiment.read_chat(config, env)
+    read = inputs.find(config)
+    inputs.check(read, workdir)
     # Only now: a config that cannot work must not claim the workdir.
-    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
+    may_differ = (*experiment.MAY_DIFFER, *inputs.moved(read, workdir))
+    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=may_differ)
+    inputs.keep(read, workdir)
     clock = Stopwatch()
     with clock.phase("warm_start"):
         warm = warm_start.load_or_make(config, env)

@@ -34,7 +34,7 @@ from focus.learner.scoring import policy_model
 from focus.learner.state import OptimizerConfig, init_state, make_optimizer
 from focus.learner.update import SupervisedBatch, UpdateConfig, make_supervised_update
 from focus.policy import model as models
-from focus.run import experiment
+from focus.run import experiment, inputs
 from focus.tasks import scripted
 from focus.tasks.base import Environment
 from focus.tasks.deep_search import DeepSearch
@@ -99,6 +99,7 @@ class WarmStart:
 def fingerprint(config: ml_collections.ConfigDict) -> str:
     """Hash of everything that determines a warm start."""
     parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start", "context")}
+    parts["task"] = inputs.by_content(parts["task"], "task.", inputs.find(config))
     parts["rows"] = [config.learner.max_nodes, config.learner.max_states]
     if config.context.manager != "full":
         parts["summary_tokens"] = config.rollout.max_summary_tokens
