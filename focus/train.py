@@ -94,6 +94,9 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
     inputs.check(read, workdir)
     # Only now: a config that cannot work must not claim the workdir.
     may_differ = (*experiment.MAY_DIFFER, *inputs.moved(read, workdir))
+    console = rich.console.Console(stderr=True, quiet=not hosts.is_first())
+    for notice in experiment.notices(config):
+        console.print(f"note: {notice}", highlight=False, soft_wrap=True)
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=may_differ)
     inputs.keep(read, workdir)
     clock = Stopwatch()

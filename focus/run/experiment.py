@@ -154,6 +154,17 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     )
 
 
+def notices(c: ml_collections.ConfigDict) -> tuple[str, ...]:
+    """What is allowed, and should not go unsaid when a run starts."""
+    found = []
+    if c.rollout.async_depth and not loss_config(c).corrects:
+        found.append(
+            f"rollout.async_depth={c.rollout.async_depth} trains on tokens of older weights, and "
+            "nothing corrects for it: learner.importance_cap and learner.importance_range are off"
+        )
+    return tuple(found)
+
+
 def _check_contexts(c: ml_collections.ConfigDict) -> None:
     """Refuses limits and citations that cannot be."""
     contexts = make_contexts(c, None)

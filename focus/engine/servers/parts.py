@@ -153,7 +153,14 @@ class Parts:
 
 def _seed_after(seed: int, tokens: int) -> int:
     """The seed of a part that begins after `tokens` tokens; the request's own for the first."""
-    if not tokens:
-        return seed
-    digest = hashlib.blake2b(f"{seed}|{tokens}".encode(), digest_size=4).digest()
+    return _mixed(f"{seed}|{tokens}") if tokens else seed
+
+
+def seed_of_copy(seed: int | str, copy: int) -> int:
+    """The seed of the `copy`-th of several completions that one request asks for."""
+    return _mixed(f"{seed}|copy {copy}")
+
+
+def _mixed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
