@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
             return super().parse_args(self._hyphened(args), namespace)
         args, overrides = _split(args)
         if "--helpconfig" in args and not any(a.partition("=")[0] == "--config" for a in args):
-            args += ["--config", str(_default_config())]
+            args += ["--config", os.path.relpath(_default_config())]
         helped = "--helpconfig" in args
         if helped:  # other flags may be missing
             for action in self._actions:
@@ -104,7 +104,10 @@ class Parser(argparse.ArgumentParser):
         except ConfigError as error:
             self.exit(2, f"{self.prog}: {' '.join(str(error).split())}\n")
         if helped:
-            print(describe(options.config, options.config_name))
+            try:
+                print(describe(options.config, options.config_name), flush=True)
+            except BrokenPipeError:  # read as far as was wanted
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self.exit()
         del options.helpconfig
         return options
@@ -308,10 +311,10 @@ def read_comments(path: Path) -> dict[str, str]:
             continue
         if assignment := _ASSIGNMENT.match(line):
             said = " ".join([*above, *filter(None, [assignment["comment"]])])
-            if said:
-                found.setdefault(assignment["key"], said)
+            # The first one sets the default; later ones are of variants.
+            found.setdefault(assignment["key"], said)
         above = []
-    return found
+    return {key: said for key, said in found.items() if said}
 
 
 def _default_config() -> Path:
