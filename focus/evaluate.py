@@ -16,7 +16,7 @@ import numpy as np
 from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer
 from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
-from focus.run import experiment, warm_start
+from focus.run import experiment, plugins, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.trainer import Trainer
 from focus.tasks.base import Task
@@ -118,6 +118,7 @@ def evaluate_run(
         if num_tasks < 1:
             raise ValueError(f"num_tasks must be >= 1, got {num_tasks}")
         config.evaluate.num_tasks = num_tasks
+    plugins.load_kept(workdir)
     experiment.validate(config)
     env = experiment.make_env(config)
     available = len(env.tasks("heldout"))

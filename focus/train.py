@@ -30,7 +30,7 @@ from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
 from focus.rollout import BaseRollouts, Collected, RolloutsAhead, Slots, StepPlay, Stopwatch, Tally
-from focus.run import experiment, warm_start
+from focus.run import experiment, plugins, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
     LAG,
@@ -74,12 +74,14 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
 
 async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
     hosts.agree("config", config.to_json())
+    loaded = plugins.load(config.plugins, workdir)
     experiment.validate(config)
     env = experiment.make_env(config)
     if config.model.get("path"):
         experiment.read_chat(config, env)
     # Only now: a config that cannot work must not claim the workdir.
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
+    plugins.keep(loaded, workdir)
     clock = Stopwatch()
     with clock.phase("warm_start"):
         warm = warm_start.load_or_make(config, env)

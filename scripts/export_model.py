@@ -10,7 +10,7 @@ from ml_collections import config_flags
 
 from focus.formats import hf
 from focus.formats.hf_config import DTYPES
-from focus.run import experiment, warm_start
+from focus.run import experiment, plugins, warm_start
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Of the run.", lock_config=True)
 _OUT = flags.DEFINE_string("out", None, "Directory to write.", required=True)
@@ -23,6 +23,7 @@ def main(argv):
         raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
     config = _CONFIG.value
     try:
+        plugins.load(config.plugins)
         experiment.validate(config)
         start = warm_start.load_or_make(config, experiment.make_env(config))
         model = experiment.model_config(config)

@@ -20,7 +20,7 @@ import rich.console
 from absl import app, flags
 from ml_collections import config_flags
 
-from focus.run import experiment
+from focus.run import experiment, plugins
 from focus.tpu import plan
 from focus.tpu.chips import GPUS, TPUS, parse_topology
 from focus.tpu.estimate import layout_of
@@ -51,6 +51,7 @@ def main(argv):
     values = {f.name: flags.FLAGS[f.name].value for f in dataclasses.fields(plan.Assumptions)}
     options = {"servers": _SERVERS.value, "assumptions": plan.Assumptions(**values)}
     try:
+        plugins.load(config.plugins)
         experiment.validate(config, has_servers=False)
         if _TOPOLOGY.value:
             report = json.loads(Path(_REPORT.value).read_text()) if _REPORT.value else None

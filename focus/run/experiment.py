@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -38,15 +39,13 @@ from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tool_environment import ToolCalls
 from focus.run.backends import ENGINES, PUSHES
 from focus.tasks.base import Environment
-from focus.tasks.deep_search import make_deep_search
-
-# name -> factory(**options)
-TASKS = {"deep_search": make_deep_search}
+from focus.tasks.registry import TASKS
 
 # What a resumed run may change: how long it goes on, and what is written down.
 MAY_DIFFER = (
     "steps",
     "cache_dir",
+    "plugins",  # where they lie; what they say may not: focus.run.plugins
     "rollout.max_logp_difference",
     "evaluate.every",
     "checkpoint",
@@ -107,6 +106,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
                 f"task.instructions explains calls as plain text, and chat.tool_calls={calls!r} "
                 "wants them in that format; set task.instructions=False, or chat.tool_calls=''"
             )
+    _task_options(c)
     for key in _AT_LEAST_ONE:
         part, name = key.split(".")
         if (value := c[part].get(name, 1)) < 1:
@@ -245,9 +245,32 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
 
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
-    options = c.task.to_dict()
-    env = TASKS[options.pop("name")](**options)
+    env = TASKS[c.task.name](**_task_options(c))
     return ToolCalls(env, _tool_calls(c)) if _tool_calls(c) else env
+
+
+def _task_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
+    """What the factory of the run's task is given: all keys of `config.task` but the name.
+
+    Raises:
+      ValueError: it takes no such option, or needs another one.
+    """
+    options = c.task.to_dict()
+    name = options.pop("name")
+    signature = inspect.signature(TASKS[name])
+    takes = signature.parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    if not open_ended and (unknown := sorted(options.keys() - takes.keys())):
+        raise ValueError(
+            f"task {name!r} takes no option {', '.join(unknown)}: config.task holds the task's "
+            f"name and its own options alone, which are {', '.join(takes) or 'none'}; replace it "
+            "in a config file of yours"
+        )
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ValueError(f"task {name!r}: {error} in config.task") from error
+    return options
 
 
 def _tool_calls(c: ml_collections.ConfigDict) -> str:
@@ -314,12 +337,15 @@ def make_contexts(
       chat: encodes messages; None where the manager only has to be possible.
       closing: whether a manager that cites asks for a last summary, which only credit reads.
     """
-    options: dict[str, Any] = {}
-    if c.context.manager != "full":
-        options |= {"limit": c.context.limit, "summary_tokens": c.rollout.max_summary_tokens}
-    if c.context.manager == "cite_summary":
-        options |= {"citations": tuple(c.context.citations), "closing": closing}
-    return CONTEXT_MANAGERS[c.context.manager](chat, **options)
+    options = {
+        "limit": c.context.limit,
+        "summary_tokens": c.rollout.max_summary_tokens,
+        "citations": tuple(c.context.citations),
+        "closing": closing,
+    }
+    manager = CONTEXT_MANAGERS[c.context.manager]
+    takes = inspect.signature(manager).parameters
+    return manager(chat, **{name: value for name, value in options.items() if name in takes})
 
 
 def make_agent(
