@@ -13,13 +13,14 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from focus.learner import hosts
+from focus.learner import compilations, hosts
 from focus.learner.checkpoint import Checkpointer
 from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
 from focus.run import experiment, plugins, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.trainer import Trainer
 from focus.tasks.base import Task
+from focus.terminal import Start
 from focus.types import Trajectory
 
 
@@ -93,6 +94,7 @@ def evaluate_run(
     step: int | str = "latest",
     num_tasks: int | None = None,
     temperature: float | None = None,
+    start: Start | None = None,
 ) -> dict[str, Any]:
     """Scores a checkpoint of a run.
 
@@ -101,6 +103,7 @@ def evaluate_run(
       step: "latest", "best" or the number of a checkpoint.
       num_tasks: held-out tasks; None for the config's.
       temperature: of sampling; None for the config's, 0 for greedy.
+      start: says how far it is; None: nobody does.
 
     Returns:
       Step, success, its standard error, number of tasks, mean tokens and turns.
@@ -118,19 +121,26 @@ def evaluate_run(
         if num_tasks < 1:
             raise ValueError(f"num_tasks must be >= 1, got {num_tasks}")
         config.evaluate.num_tasks = num_tasks
+    start = start or Start(quiet=True)
+    compilations.keep(experiment.cache_dir(config) / "jax")
     plugins.load_kept(workdir)
     experiment.validate(config)
-    env = experiment.make_env(config)
-    available = len(env.tasks("heldout"))
+    with start.part("tasks"):
+        env = experiment.make_env(config)
+        available = len(env.tasks("heldout"))
     if config.evaluate.num_tasks > available:
         raise ValueError(
             f"num_tasks {config.evaluate.num_tasks} is more than the {available} held-out tasks "
             "of the run; ask for at most that many"
         )
-    trainer = Trainer(config, env, warm_start.load_or_make(config, env))
-    checkpointer = Checkpointer(workdir)
-    restored = checkpointer.restore(trainer.init_state(), step=step)
-    checkpointer.close()
+    with start.part("warm start"):
+        warm = warm_start.load_or_make(config, env, start)
+    with start.part("compiling"):
+        trainer = Trainer(config, env, warm)
+    with start.part("checkpoint"):
+        checkpointer = Checkpointer(workdir)
+        restored = checkpointer.restore(trainer.init_state(), step=step)
+        checkpointer.close()
 
     async def run() -> Evaluation:
         async with trainer.engine:
@@ -143,7 +153,9 @@ def evaluate_run(
                 concurrency=config.rollout.max_running,
             )
 
-    result = asyncio.run(run())
+    with start.part(f"{config.evaluate.num_tasks} held-out tasks"):
+        result = asyncio.run(run())
+    start.close()
     return {
         "step": restored.step,
         "temperature": config.evaluate.temperature,

@@ -3,7 +3,7 @@
     python scripts/train.py --config configs/quickstart.py --workdir runs/focus
     python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo --config.seed=1
 
-The same command again goes on where the run was stopped.
+The same command again goes on where the run was stopped. Ctrl-C saves what is done.
 
 On several hosts the same command runs on each, with one workdir that all of them see:
 
@@ -11,14 +11,15 @@ On several hosts the same command runs on each, with one workdir that all of the
     python scripts/train.py ... --num_processes=0   # TPU pods and clusters that know the rest
 """
 
+import os
+import shlex
+import signal
 import sys
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from focus.engine import EngineError
-from focus.learner import hosts, sharding
-from focus.train import train
+from focus.terminal import Start  # the others are imported where that can be seen
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The experiment: a file with get_config(), and :ARGUMENT for its variant."
@@ -39,14 +40,6 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 )
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
 flags.mark_flags_as_required(["config", "workdir"])
-# A traceback would add nothing.
-_SAID_BY_THEIR_MESSAGE = (
-    ValueError,
-    FloatingPointError,
-    OSError,
-    EngineError,
-    hosts.OtherProcessFailed,
-)
 
 
 def parse(argv):
@@ -60,17 +53,35 @@ def parse(argv):
         sys.exit(f"--config has no such key: {' '.join(str(cause.args[0]).split())}")
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # of libraries that use absl; ours is the progress bar
+def run(start):
+    """Trains; what a message says by itself ends in one line."""
+    with start.part("packages"):
+        from focus.engine import EngineError
+        from focus.learner import hosts, sharding
+        from focus.train import train
+    # A traceback would add nothing.
+    said = (ValueError, ImportError, FloatingPointError, OSError)
+    said += (EngineError, hosts.OtherProcessFailed)
     if _CPU_DEVICES.value:
         sharding.split_cpu(_CPU_DEVICES.value)
     try:
         hosts.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-        train(_CONFIG.value, _WORKDIR.value)
-    except _SAID_BY_THEIR_MESSAGE as error:
+        train(_CONFIG.value, _WORKDIR.value, start=start)
+    except said as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # of libraries that use absl; ours is the progress bar
+    try:
+        run(Start(quiet=bool(_PROCESS_ID.value)))
+    except KeyboardInterrupt as stop:
+        command = os.environ.get("FOCUS_COMMAND") or shlex.join(["python", *sys.argv])
+        where = str(stop) or "stopped before the first step"
+        print(f"{where}. To go on:\n  {command}", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signum", signal.SIGINT))
 
 
 if __name__ == "__main__":

@@ -337,15 +337,20 @@ def make_contexts(
       chat: encodes messages; None where the manager only has to be possible.
       closing: whether a manager that cites asks for a last summary, which only credit reads.
     """
+    manager = CONTEXT_MANAGERS[c.context.manager]
+    return manager(chat, **context_options(c, closing=closing))
+
+
+def context_options(c: ml_collections.ConfigDict, *, closing: bool = True) -> dict[str, Any]:
+    """Those options of context managers that the run's one takes."""
     options = {
         "limit": c.context.limit,
         "summary_tokens": c.rollout.max_summary_tokens,
         "citations": tuple(c.context.citations),
         "closing": closing,
     }
-    manager = CONTEXT_MANAGERS[c.context.manager]
-    takes = inspect.signature(manager).parameters
-    return manager(chat, **{name: value for name, value in options.items() if name in takes})
+    takes = inspect.signature(CONTEXT_MANAGERS[c.context.manager]).parameters
+    return {name: value for name, value in options.items() if name in takes}
 
 
 def make_agent(
