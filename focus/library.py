@@ -122,7 +122,7 @@ def _command(name: str, spec: EstimatorSpec, parts: Sequence[str]) -> list[str]:
     """Of a run that trains with a method, one flag a line."""
     method = dict(_PARTS, citations=_CITATIONS)[parts[-1]][0] if parts else "grpo"
     method = name if name in METHODS else method
-    flags = [f"--config configs/quickstart.py:{method} --workdir runs/{name}"]
+    flags = [f"--config configs/quickstart.py:{method}", f"--workdir runs/{name}"]
     if name != method:
         flags.append(f"--config.credit.estimator={name}")
     if method in ("focus", "ppo") and spec.min_group_size > 1:
