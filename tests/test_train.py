@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -177,11 +178,21 @@ def test_stopping_and_resuming_changes_not_a_bit(stop, finished, parameters, tmp
         assert summary[name] == straight.summary[name], name
 
 
-def test_a_finished_run_is_not_trained_again(finished, tmp_path):
+def test_a_finished_run_is_not_trained_again_and_says_so(monkeypatch, capfd, tmp_path):
     config = tiny.get_config("grpo")
     config.steps = 1
     first = train(config, tmp_path)
     before = metrics(tmp_path), journal(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("focus.train.Trainer", None)  # nothing is compiled for it
+        capfd.readouterr()
+        assert train(config, tmp_path) == first
+        assert f"{tmp_path} has already finished: 1 steps, held-out success" in (
+            capfd.readouterr().err
+        )
+    assert (metrics(tmp_path), journal(tmp_path)) == before
+    # One that was killed before its summary was written is brought to its end.
+    (tmp_path / "summary.json").unlink()
     again = train(config, tmp_path)
     assert (metrics(tmp_path), journal(tmp_path)) == before
     assert again["success_after"] == first["success_after"]
@@ -219,15 +230,15 @@ def command(workdir, *flags):
     ]
 
 
-def kill_when(moment, arguments, log):
-    """Runs a command and kills it as soon as `moment()`."""
+def kill_when(moment, arguments, log, signum=signal.SIGKILL):
+    """Runs a command and sends it a signal as soon as `moment()`; its exit status."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(log, "wb") as output:
         process = subprocess.Popen(arguments, env=env, stdout=output, stderr=output)
         while process.poll() is None and not moment():
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, log.read_text()
+        process.send_signal(signum)
+        return process.wait()
 
 
 def test_the_same_command_goes_on_after_kill_9_at_any_moment(tmp_path, monkeypatch):
@@ -247,7 +258,14 @@ def test_the_same_command_goes_on_after_kill_9_at_any_moment(tmp_path, monkeypat
         "the next step": lambda: any(line["step"] == 4 for line in journal(workdir)),
     }
     for name, moment in moments.items():
-        kill_when(moment, command(workdir, *flags), log)
+        asked = name == "between checkpoints"  # to stop, instead of being killed
+        signum = signal.SIGINT if asked else signal.SIGKILL
+        status = kill_when(moment, command(workdir, *flags), log, signum)
+        assert status == (128 + signum if asked else -signum), log.read_text()
+        if asked:
+            assert Checkpointer(workdir).latest_step >= 3
+            again = shlex.join(["python", *command(workdir, *flags)[1:]])
+            assert log.read_text().endswith(f"saved in {workdir}. To go on:\n  {again}\n")
         if name == "warm start":
             assert not list((tmp_path / "cache" / "warm_start").glob("[!.]*"))
     before = len(journal(workdir))

@@ -120,9 +120,12 @@ async def unless_asked(work: Awaitable[T]) -> T:
     signals = _current.get()
     if signals is None or not signals.deferred:
         return await work
-    task, asked = asyncio.ensure_future(work), asyncio.ensure_future(signals.wait())
+    asked = asyncio.ensure_future(signals.wait())
+    await asyncio.sleep(0)  # a signal that came before is known now, and the work does not begin
+    task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise StopRequested(signals.asked)
