@@ -294,7 +294,7 @@ def test_formulas_agree_with_what_was_compiled(preset, topology):
 
 @pytest.mark.slow
 def test_formulas_agree_with_a_small_slice():
-    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install 'focus[tpu]'")
+    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install -e '.[tpu]'")
     from focus.tpu.run import compile_config
 
     config = adapted(rank=8)
