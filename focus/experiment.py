@@ -27,7 +27,7 @@ from focus.learner.update import UpdateConfig
 from focus.policy import hf, tool_calls
 from focus.policy import model as models
 from focus.policy.chat import TemplateChat, load_chat
-from focus.policy.lora import LoraConfig, adapter_shapes
+from focus.policy.lora import LoraConfig, adapter_axes, adapter_shapes
 from focus.policy.rounded import check_format
 from focus.policy.tokens import Chat
 from focus.rollout import (
@@ -307,6 +307,12 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
         return None
     targets = options.pop("targets")
     return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
+
+
+def trained_axes(c: ml_collections.ConfigDict) -> Any:
+    """Names of the axes of all that is trained: the policy's parameters, or its adapters."""
+    model, lora = model_config(c), lora_config(c)
+    return models.logical_axes(model) if lora is None else adapter_axes(model, lora)
 
 
 def make_contexts(

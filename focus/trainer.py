@@ -73,7 +73,9 @@ class Trainer:
             attention=model.attention,
             num_kv_heads=model.num_kv_heads,
         )
-        self._optimizer = make_optimizer(experiment.optimizer_config(config))
+        self._optimizer = make_optimizer(
+            experiment.optimizer_config(config), experiment.trained_axes(config)
+        )
         policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
         frozen = None if self.adapters is None else self.adapters.frozen

@@ -307,7 +307,8 @@ def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
             warmup_steps=min(20, w.steps // 2),
             total_steps=w.steps,
             weight_decay=0.01,
-        )
+        ),
+        models.logical_axes(model),
     )
 
     def init(key):
