@@ -31,7 +31,7 @@ from focus.learner.signals import read_channels
 from focus.learner.state import OptimizerConfig
 from focus.learner.update import UpdateConfig
 from focus.policy import model as models
-from focus.policy.lora import LoraConfig, adapter_shapes
+from focus.policy.lora import LoraConfig, adapter_axes, adapter_shapes
 from focus.policy.rounded import check_format
 from focus.rollout import Agent, RetryPolicy, StepConfig, ToolLimits, Tools, validate_step
 from focus.rollout.staleness import MIXED_VERSIONS
@@ -357,6 +357,12 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
         return None
     targets = options.pop("targets")
     return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
+
+
+def trained_axes(c: ml_collections.ConfigDict) -> Any:
+    """Names of the axes of all that is trained: the policy's parameters, or its adapters."""
+    model, lora = model_config(c), lora_config(c)
+    return models.logical_axes(model) if lora is None else adapter_axes(model, lora)
 
 
 def make_contexts(
