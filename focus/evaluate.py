@@ -13,21 +13,22 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from focus.learner import hosts
+from focus.learner import compilations, hosts
 from focus.learner.checkpoint import Checkpointer
 from focus.rollout import (
     Agent,
     AllRolloutsFailed,
+    EpisodeStart,
     Pool,
     Rollout,
-    Start,
     UnlimitedAccount,
     play,
 )
-from focus.run import experiment, inputs, warm_start
+from focus.run import experiment, inputs, plugins, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.trainer import Trainer
 from focus.tasks.base import Task
+from focus.terminal import Start
 from focus.types import Trajectory
 
 
@@ -80,7 +81,7 @@ async def evaluate(
     pool = Pool(concurrency)
     for i, task in hosts.deal(list(enumerate(tasks))):
         rollout = Rollout(f"{name}/{i}.0", task.id, i)
-        start = Start(agent, task)
+        start = EpisodeStart(agent, task)
         pool.submit(functools.partial(play, agent, start, rollout, UnlimitedAccount()))
     trajectories = tuple(hosts.undeal(await alive_everywhere(pool.join())))
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
@@ -102,6 +103,7 @@ def evaluate_run(
     step: int | str = "latest",
     num_tasks: int | None = None,
     temperature: float | None = None,
+    start: Start | None = None,
 ) -> dict[str, Any]:
     """Scores a checkpoint of a run.
 
@@ -110,6 +112,7 @@ def evaluate_run(
       step: "latest", "best" or the number of a checkpoint.
       num_tasks: held-out tasks; None for the config's.
       temperature: of sampling; None for the config's, 0 for greedy.
+      start: says how far it is; None: nobody does.
 
     Returns:
       Step, success, its standard error, number of tasks, mean tokens and turns.
@@ -126,14 +129,22 @@ def evaluate_run(
         config.evaluate.temperature = temperature
     if num_tasks is not None:
         config.evaluate.num_tasks = num_tasks
+    start = start or Start(quiet=True)
+    compilations.keep(experiment.cache_dir(config) / "jax")
+    plugins.load_kept(workdir)
     experiment.validate(config)
-    inputs.check(inputs.find(config), workdir)
-    env = experiment.make_env(config)
-    experiment.heldout_tasks(config, env)  # refuses more than there are
-    trainer = Trainer(config, env, warm_start.load_or_make(config, env))
-    checkpointer = Checkpointer(workdir)
-    restored = checkpointer.restore(trainer.init_state(), step=step)
-    checkpointer.close()
+    with start.part("tasks"):
+        inputs.check(inputs.find(config), workdir)
+        env = experiment.make_env(config)
+        experiment.heldout_tasks(config, env)  # refuses more than there are
+    with start.part("warm start"):
+        warm = warm_start.load_or_make(config, env, start)
+    with start.part("compiling"):
+        trainer = Trainer(config, env, warm)
+    with start.part("checkpoint"):
+        checkpointer = Checkpointer(workdir)
+        restored = checkpointer.restore(trainer.init_state(), step=step)
+        checkpointer.close()
 
     async def run() -> Evaluation:
         async with trainer.engine:
@@ -146,7 +157,9 @@ def evaluate_run(
                 concurrency=config.rollout.max_running,
             )
 
-    result = asyncio.run(run())
+    with start.part(f"{config.evaluate.num_tasks} held-out tasks"):
+        result = asyncio.run(run())
+    start.close()
     return {
         "step": restored.step,
         "temperature": config.evaluate.temperature,

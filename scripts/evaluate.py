@@ -5,11 +5,11 @@ python scripts/evaluate.py --workdir runs/focus --step best --num-tasks 200 --te
 """
 
 import json
+import signal
 import sys
 
-from focus.engine import EngineError
-from focus.evaluate import evaluate_run
 from focus.run.command_line import Parser
+from focus.terminal import Start  # the others are imported where that can be seen
 
 
 def main():
@@ -22,15 +22,23 @@ def main():
     parser.add_argument("--temperature", type=float, help="default: the config's; 0 is greedy")
     options = parser.parse_args()
     step = int(options.step) if options.step.isdigit() else options.step
+    start = Start()
     try:
+        with start.part("packages"):
+            from focus.engine import EngineError
+            from focus.evaluate import evaluate_run
         result = evaluate_run(
             options.workdir,
             step=step,
             num_tasks=options.num_tasks,
             temperature=options.temperature,
+            start=start,
         )
     except (ValueError, OSError, EngineError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     print(json.dumps(result, indent=2))
 
 

@@ -7,7 +7,7 @@ import sys
 
 from focus.formats import hf
 from focus.formats.hf_config import DTYPES
-from focus.run import experiment, warm_start
+from focus.run import experiment, plugins, warm_start
 from focus.run.command_line import Parser
 
 
@@ -21,6 +21,7 @@ def main():
     options = parser.parse_args()
     config = options.config
     try:
+        plugins.load(config.plugins)
         experiment.validate(config)
         start = warm_start.load_or_make(config, experiment.make_env(config))
         model = experiment.model_config(config)

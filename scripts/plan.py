@@ -18,7 +18,7 @@ from pathlib import Path
 
 import rich.console
 
-from focus.run import experiment
+from focus.run import experiment, plugins
 from focus.run.command_line import Parser
 from focus.tpu import plan
 from focus.tpu.chips import GPUS, TPUS, parse_topology
@@ -61,6 +61,7 @@ def main():
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(plan.Assumptions)}
     chosen_by = {"servers": options.servers, "assumptions": plan.Assumptions(**values)}
     try:
+        plugins.load(config.plugins)
         experiment.validate(config, has_servers=False)
         if options.topology:
             report = json.loads(options.report.read_text()) if options.report else None

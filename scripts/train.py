@@ -3,7 +3,7 @@
     python scripts/train.py --config configs/quickstart.py --workdir runs/focus
     python scripts/train.py --config configs/quickstart.py:grpo --workdir runs/grpo --config.seed=1
 
-The same command again goes on where the run was stopped.
+The same command again goes on where the run was stopped. Ctrl-C saves what is done.
 
 On several hosts the same command runs on each, with one workdir that all of them see:
 
@@ -11,21 +11,13 @@ On several hosts the same command runs on each, with one workdir that all of the
     python scripts/train.py ... --num-processes=0   # TPU pods and clusters that know the rest
 """
 
+import os
+import shlex
+import signal
 import sys
 
-from focus.engine import EngineError
-from focus.learner import hosts, sharding
 from focus.run.command_line import Parser
-from focus.train import train
-
-# A traceback would add nothing.
-_SAID_BY_THEIR_MESSAGE = (
-    ValueError,
-    FloatingPointError,
-    OSError,
-    EngineError,
-    hosts.OtherProcessFailed,
-)
+from focus.terminal import Start  # the others are imported where that can be seen
 
 
 def flags():
@@ -52,15 +44,33 @@ def flags():
     return parser.parse_args()
 
 
-def main():
-    options = flags()
+def run(options, start):
+    """Trains; what a message says by itself ends in one line."""
+    with start.part("packages"):
+        from focus.engine import EngineError
+        from focus.learner import hosts, sharding
+        from focus.train import train
+    # A traceback would add nothing.
+    said = (ValueError, ImportError, FloatingPointError, OSError)
+    said += (EngineError, hosts.OtherProcessFailed)
     try:
         if options.cpu_devices:
             sharding.split_cpu(options.cpu_devices)
         hosts.initialize(options.coordinator, options.num_processes, options.process_id)
-        train(options.config, options.workdir)
-    except _SAID_BY_THEIR_MESSAGE as error:
+        train(options.config, options.workdir, start=start)
+    except said as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def main():
+    options = flags()
+    try:
+        run(options, Start(quiet=bool(options.process_id)))
+    except KeyboardInterrupt as stop:
+        command = os.environ.get("FOCUS_COMMAND") or shlex.join(["python", *sys.argv])
+        where = str(stop) or "stopped before the first step"
+        print(f"{where}. To go on:\n  {command}", file=sys.stderr)
+        sys.exit(128 + getattr(stop, "signum", signal.SIGINT))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from focus.learner.checkpoint import Checkpointer
 from focus.metrics import read_metrics
 from focus.policy import transformer
 from focus.run import experiment
+from focus.run.assignment import Assignment
 from focus.run.steps import EngineMismatch
 from focus.run.trainer import Trainer
 from focus.train import train
@@ -163,7 +164,7 @@ def test_a_damaged_warm_start_is_named(prepare, tmp_path, monkeypatch):
 
 def test_a_loss_that_is_nan_stops_the_run_and_loses_nothing(stopped, monkeypatch, finished):
     config, workdir = stopped
-    real = Trainer.estimate
+    real = Assignment.estimate
 
     def broken(self, batch):
         credit = real(self, batch)
@@ -174,7 +175,7 @@ def test_a_loss_that_is_nan_stops_the_run_and_loses_nothing(stopped, monkeypatch
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "estimate", broken)
+        patch.setattr(Assignment, "estimate", broken)
         with pytest.raises(FloatingPointError, match=r"step 2: loss nan"):
             train(config, workdir)
     assert [record["step"] for record in read_metrics(workdir)] == [0, 1]

@@ -12,10 +12,10 @@ from focus.evaluate import evaluate
 from focus.rollout import (
     AllRolloutsFailed,
     EpisodeCost,
+    EpisodeStart,
     Pool,
     RetryPolicy,
     Rollout,
-    Start,
     StepConfig,
     StepPlay,
     TokenAccount,
@@ -41,7 +41,7 @@ def play_all(agent, count, *, account=None):
         for i in range(count):
             task = agent.env.tasks("train")[i % 38]
             rollout = Rollout(f"0/{i}.0", task.id, i)
-            start = Start(agent, task)
+            start = EpisodeStart(agent, task)
             pool.submit(lambda start=start, rollout=rollout: play(agent, start, rollout, paid))
         started = time.perf_counter()
         return await pool.join(), time.perf_counter() - started

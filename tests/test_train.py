@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -179,11 +180,21 @@ def test_stopping_and_resuming_changes_not_a_bit(stop, finished, parameters, tmp
         assert summary[name] == straight.summary[name], name
 
 
-def test_a_finished_run_is_not_trained_again(finished, tmp_path):
+def test_a_finished_run_is_not_trained_again_and_says_so(monkeypatch, capfd, tmp_path):
     config = tiny.get_config("grpo")
     config.steps = 1
     first = train(config, tmp_path)
     before = metrics(tmp_path), journal(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("focus.train.Trainer", None)  # nothing is compiled for it
+        capfd.readouterr()
+        assert train(config, tmp_path) == first
+        assert f"{tmp_path} has already finished: 1 steps, held-out success" in (
+            capfd.readouterr().err
+        )
+    assert (metrics(tmp_path), journal(tmp_path)) == before
+    # One that was killed before its summary was written is brought to its end.
+    (tmp_path / "summary.json").unlink()
     again = train(config, tmp_path)
     assert (metrics(tmp_path), journal(tmp_path)) == before
     assert again["success_after"] == first["success_after"]
@@ -221,15 +232,15 @@ def command(workdir, *flags):
     ]
 
 
-def kill_when(moment, arguments, log):
-    """Runs a command and kills it as soon as `moment()`."""
+def kill_when(moment, arguments, log, signum=signal.SIGKILL):
+    """Runs a command and sends it a signal as soon as `moment()`; its exit status."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     with open(log, "wb") as output:
         process = subprocess.Popen(arguments, env=env, stdout=output, stderr=output)
         while process.poll() is None and not moment():
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, log.read_text()
+        process.send_signal(signum)
+        return process.wait()
 
 
 def test_the_same_command_goes_on_after_kill_9_at_any_moment(tmp_path, monkeypatch):
@@ -249,7 +260,14 @@ def test_the_same_command_goes_on_after_kill_9_at_any_moment(tmp_path, monkeypat
         "the next step": lambda: any(line["step"] == 4 for line in journal(workdir)),
     }
     for name, moment in moments.items():
-        kill_when(moment, command(workdir, *flags), log)
+        asked = name == "between checkpoints"  # to stop, instead of being killed
+        signum = signal.SIGINT if asked else signal.SIGKILL
+        status = kill_when(moment, command(workdir, *flags), log, signum)
+        assert status == (128 + signum if asked else -signum), log.read_text()
+        if asked:
+            assert Checkpointer(workdir).latest_step >= 3
+            again = shlex.join(["python", *command(workdir, *flags)[1:]])
+            assert log.read_text().endswith(f"saved in {workdir}. To go on:\n  {again}\n")
         if name == "warm start":
             assert not list((tmp_path / "cache" / "warm_start").glob("[!.]*"))
     before = len(journal(workdir))
@@ -302,14 +320,14 @@ def with_outcome(collected, index, outcome):
 
 def baselines(trainer, collected, monkeypatch):
     """Refined values that a step of the real loop gives to its estimator."""
-    seen = []
+    seen, real = [], trainer.assignment.with_values
 
     def with_values(batch, trajectories, values):
         seen.append(values)
-        return Trainer.with_values(trainer, batch, trajectories, values)
+        return real(batch, trajectories, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "with_values", with_values)
+        patch.setattr(trainer.assignment, "with_values", with_values)
         learn(trainer, trainer.init_state(), collected, 0, Stopwatch())
     (values,) = seen
     return values.refined

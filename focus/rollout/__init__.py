@@ -1,7 +1,7 @@
 """Rollouts: the agent loop, and the controller that spends a step's tokens."""
 
 from focus.rollout.accounting import Stopwatch, ledger_of
-from focus.rollout.agent import Agent, Rollout, Start, play, request_seed
+from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed
 from focus.rollout.ahead import RolloutsAhead
 from focus.rollout.belief import StateBeliefs, make_beliefs, uninformed_scores
 from focus.rollout.controller import (
@@ -23,7 +23,7 @@ from focus.rollout.pool import (
 from focus.rollout.staleness import Freshness, Versions
 from focus.rollout.step import EpisodeCost, StepConfig, validate_step
 from focus.rollout.tally import AllRolloutsFailed, Tally
-from focus.rollout.tools import ToolError, ToolLimits, Tools, ToolUse
+from focus.rollout.tool_environment import ToolError, ToolLimits, Tools, ToolUse
 
 __all__ = [
     "Agent",
@@ -39,7 +39,7 @@ __all__ = [
     "Rollout",
     "RolloutsAhead",
     "Slots",
-    "Start",
+    "EpisodeStart",
     "StateBeliefs",
     "StepConfig",
     "StepPlay",

@@ -16,7 +16,7 @@ from focus.chat import tool_calls
 from focus.context.base import Context, ContextManager
 from focus.engine.protocol import Engine, EngineError, FleetDead, GenerateRequest, SamplingParams
 from focus.rollout.pool import Account, Patience, RetryPolicy, generate_with_retries
-from focus.rollout.tools import ToolError, Tools, ToolUse
+from focus.rollout.tool_environment import ToolError, Tools, ToolUse
 from focus.tasks.base import Environment, StepResult, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
 
@@ -65,11 +65,11 @@ class Agent:
         return State(None, context, context.prompt_ids, turn=0)
 
     def start(self, task: Task) -> State:
-        """The first state of a task, made at once; see `Start` for environments that may wait."""
+        """The first state of a task, made at once; where that may wait, see `EpisodeStart`."""
         return dataclasses.replace(self.before(task), env=self.env.reset(task))
 
 
-class Start:
+class EpisodeStart:
     """The first state of a task: made when the first play asks for it, and shared by its group.
 
     Args:
@@ -269,7 +269,7 @@ class _Sampler:
 
 
 async def play(
-    agent: Agent, start: State | Start, rollout: Rollout, account: Account
+    agent: Agent, start: State | EpisodeStart, rollout: Rollout, account: Account
 ) -> Trajectory:
     """Plays one episode from a state to its end.
 
@@ -358,7 +358,7 @@ async def play(
             return finish(arrival.end, arrival.outcome, arrival.error)
 
 
-def unplayed(start: Start, rollout: Rollout, why: str) -> Trajectory:
+def unplayed(start: EpisodeStart, rollout: Rollout, why: str) -> Trajectory:
     """A rollout that failed before its first turn."""
     return Trajectory(
         id=rollout.id,

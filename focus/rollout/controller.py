@@ -22,11 +22,11 @@ import numpy as np
 from focus.branching.budget import Ledger
 from focus.branching.plan import Plan
 from focus.rollout.accounting import Stopwatch, ledger_of, recomputed_share
-from focus.rollout.agent import Agent, Rollout, Start, play, request_seed, unplayed
+from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed, unplayed
 from focus.rollout.belief import StateBeliefs, make_beliefs
 from focus.rollout.pool import Patience, Pool, Slots, TokenAccount
 from focus.rollout.step import NO_BRANCHES, EpisodeCost, StepConfig
-from focus.rollout.tools import ToolUse
+from focus.rollout.tool_environment import ToolUse
 from focus.tasks.base import Task
 from focus.types import RolloutTree, StateBelief, Trajectory
 
@@ -249,7 +249,7 @@ class StepPlay:
         def projected() -> float:
             return sum(max(u, group_cost) if r else u for u, r in zip(used, running, strict=True))
 
-        async def play_unless_hopeless(start: Start, rollout: Rollout) -> Trajectory:
+        async def play_unless_hopeless(start: EpisodeStart, rollout: Rollout) -> Trajectory:
             if failed >= config.concurrency and not well:
                 return unplayed(start, rollout, "not played, since all rollouts before it failed")
             return await play(agent, start, rollout, account)
@@ -261,7 +261,7 @@ class StepPlay:
                 if task is None:
                     return
                 group = self.process + self.num_processes * len(played)
-                start = Start(agent, task)
+                start = EpisodeStart(agent, task)
                 patience.launched(config.group_size)
                 for member in range(config.group_size):
                     rollout = Rollout(f"{self.step}/{group}.{member}", task.id, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from focus.learner.signals import read_channels
 from focus.learner.state import OptimizerConfig
 from focus.learner.update import UpdateConfig
 from focus.policy import model as models
-from focus.policy.lora import LoraConfig, adapter_shapes
+from focus.policy.lora import LoraConfig, adapter_axes, adapter_shapes
 from focus.policy.rounded import check_format
 from focus.rollout import Agent, RetryPolicy, StepConfig, ToolLimits, Tools, validate_step
 from focus.rollout.staleness import MIXED_VERSIONS
@@ -40,15 +41,13 @@ from focus.run import ranges
 from focus.run.backends import ENGINES, PUSHES
 from focus.run.spelling import did_you_mean
 from focus.tasks.base import Environment, Task
-from focus.tasks.deep_search import make_deep_search
-
-# name -> factory(**options)
-TASKS = {"deep_search": make_deep_search}
+from focus.tasks.registry import TASKS
 
 # What a resumed run may change: how long it goes on, and what is written down.
 MAY_DIFFER = (
     "steps",
     "cache_dir",
+    "plugins",  # where they lie; what they say may not: focus.run.plugins
     "rollout.max_logp_difference",
     "rollout.tools",
     "evaluate.every",
@@ -272,9 +271,32 @@ def tool_limits(c: ml_collections.ConfigDict) -> ToolLimits:
 
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
-    options = c.task.to_dict()
-    env = TASKS[options.pop("name")](**options)
+    env = TASKS[c.task.name](**_task_options(c))
     return ToolCalls(env, _tool_calls(c)) if _tool_calls(c) else env
+
+
+def _task_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
+    """What the factory of the run's task is given: all keys of `config.task` but the name.
+
+    Raises:
+      ValueError: it takes no such option, or needs another one.
+    """
+    options = c.task.to_dict()
+    name = options.pop("name")
+    signature = inspect.signature(TASKS[name])
+    takes = signature.parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    if not open_ended and (unknown := sorted(options.keys() - takes.keys())):
+        raise ValueError(
+            f"task {name!r} takes no option {', '.join(unknown)}: config.task holds the task's "
+            f"name and its own options alone, which are {', '.join(takes) or 'none'}; replace it "
+            "in a config file of yours"
+        )
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ValueError(f"task {name!r}: {error} in config.task") from error
+    return options
 
 
 def _tool_calls(c: ml_collections.ConfigDict) -> str:
@@ -348,6 +370,12 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
     return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
 
 
+def trained_axes(c: ml_collections.ConfigDict) -> Any:
+    """Names of the axes of all that is trained: the policy's parameters, or its adapters."""
+    model, lora = model_config(c), lora_config(c)
+    return models.logical_axes(model) if lora is None else adapter_axes(model, lora)
+
+
 def make_contexts(
     c: ml_collections.ConfigDict, chat: Chat | TemplateChat | None, *, closing: bool = True
 ) -> ContextManager:
@@ -358,12 +386,20 @@ def make_contexts(
       chat: encodes messages; None where the manager only has to be possible.
       closing: whether a manager that cites asks for a last summary, which only credit reads.
     """
-    options: dict[str, Any] = {}
-    if c.context.manager != "full":
-        options |= {"limit": c.context.limit, "summary_tokens": c.rollout.max_summary_tokens}
-    if c.context.manager == "cite_summary":
-        options |= {"citations": tuple(c.context.citations), "closing": closing}
-    return CONTEXT_MANAGERS[c.context.manager](chat, **options)
+    manager = CONTEXT_MANAGERS[c.context.manager]
+    return manager(chat, **context_options(c, closing=closing))
+
+
+def context_options(c: ml_collections.ConfigDict, *, closing: bool = True) -> dict[str, Any]:
+    """Those options of context managers that the run's one takes."""
+    options = {
+        "limit": c.context.limit,
+        "summary_tokens": c.rollout.max_summary_tokens,
+        "citations": tuple(c.context.citations),
+        "closing": closing,
+    }
+    takes = inspect.signature(CONTEXT_MANAGERS[c.context.manager]).parameters
+    return {name: value for name, value in options.items() if name in takes}
 
 
 def make_agent(

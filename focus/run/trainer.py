@@ -54,7 +54,9 @@ class Trainer:
         self.step_config = experiment.step_config(config)
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
         self.mesh = experiment.make_mesh(config, model)
-        self._optimizer = make_optimizer(experiment.optimizer_config(config))
+        self._optimizer = make_optimizer(
+            experiment.optimizer_config(config), experiment.trained_axes(config)
+        )
         policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
         frozen = None if self.adapters is None else self.adapters.frozen

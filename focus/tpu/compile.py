@@ -164,7 +164,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
         num_kv_heads=model.num_kv_heads,
     )
     policy = policy_model(model, logprob_chunk=c.learner.logprob_chunk or None)
-    optimizer = make_optimizer(experiment.optimizer_config(c))
+    optimizer = make_optimizer(experiment.optimizer_config(c), experiment.trained_axes(c))
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
