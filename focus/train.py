@@ -119,9 +119,8 @@ async def _train(
     inputs.check(read, workdir)
     # Only now: a config that cannot work must not claim the workdir.
     may_differ = (*experiment.MAY_DIFFER, *inputs.moved(read, workdir))
-    console = rich.console.Console(stderr=True, quiet=not hosts.is_first())
     for notice in experiment.notices(config):
-        console.print(f"note: {notice}", highlight=False, soft_wrap=True)
+        start.say(f"note: {notice}")
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=may_differ)
     plugins.keep(loaded, workdir)
     inputs.keep(read, workdir)

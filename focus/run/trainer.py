@@ -24,7 +24,7 @@ from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import make_policy_update
 from focus.policy import model as models
 from focus.rollout import EpisodeCost, Freshness, Tools
-from focus.run import experiment
+from focus.run import experiment, learning
 from focus.run.assignment import Assignment
 from focus.run.backends import ENGINES
 from focus.run.task_order import TaskOrder
@@ -55,7 +55,7 @@ class Trainer:
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
         self.mesh = experiment.make_mesh(config, model)
         self._optimizer = make_optimizer(
-            experiment.optimizer_config(config), experiment.trained_axes(config)
+            learning.optimizer_config(config), experiment.trained_axes(config)
         )
         policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
@@ -69,7 +69,7 @@ class Trainer:
         )
         critic = None
         if config.critic.enabled:
-            critic = experiment.make_critic(
+            critic = learning.make_critic(
                 config, model, policy, start.params, score=self.score, mesh=self.mesh
             )
         self._init_critic = None if critic is None else critic.init
@@ -79,8 +79,8 @@ class Trainer:
         self.update = make_policy_update(
             policy,
             self._optimizer,
-            experiment.loss_config(config),
-            experiment.update_config(config),
+            learning.loss_config(config),
+            learning.update_config(config),
             mesh=self.mesh,
             shardings=self.state_shardings,
             frozen=frozen,
