@@ -23,7 +23,7 @@ from focus.rollout.pool import (
 from focus.rollout.staleness import Freshness, Versions
 from focus.rollout.step import EpisodeCost, StepConfig, validate_step
 from focus.rollout.tally import AllRolloutsFailed, Tally
-from focus.rollout.tool_environment import ToolError, ToolLimits, Tools, ToolUse
+from focus.rollout.tools import ToolError, ToolLimits, Tools, ToolUse
 
 __all__ = [
     "Agent",

@@ -16,7 +16,7 @@ from focus.chat import tool_calls
 from focus.context.base import Context, ContextManager
 from focus.engine.protocol import Engine, EngineError, FleetDead, GenerateRequest, SamplingParams
 from focus.rollout.pool import Account, Patience, RetryPolicy, generate_with_retries
-from focus.rollout.tool_environment import ToolError, Tools, ToolUse
+from focus.rollout.tools import ToolError, Tools, ToolUse
 from focus.tasks.base import Environment, StepResult, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
 

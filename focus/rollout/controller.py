@@ -26,7 +26,7 @@ from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed
 from focus.rollout.belief import StateBeliefs, make_beliefs
 from focus.rollout.pool import Patience, Pool, Slots, TokenAccount
 from focus.rollout.step import NO_BRANCHES, EpisodeCost, StepConfig
-from focus.rollout.tool_environment import ToolUse
+from focus.rollout.tools import ToolUse
 from focus.tasks.base import Task
 from focus.types import RolloutTree, StateBelief, Trajectory
 
