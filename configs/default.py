@@ -135,7 +135,7 @@ def get_config(method: str = "focus", *, start: str = "warm_start") -> ml_collec
     c.rollout.proceed_fraction = 0.9  # this share of a step has ended well
     c.rollout.max_logp_difference = 1.0  # mean of a step, engine to trainer; above, the run stops
     c.rollout.dead_after_s = 300.0  # without a server the run saves itself and stops
-    # Calls of the environment; how one is called, it says itself (focus/rollout/tools.py).
+    # Calls of the environment; see focus/rollout/tools.py for what an environment says of itself.
     c.rollout.tools = ml_collections.ConfigDict()
     c.rollout.tools.attempts = 3  # tries of a call before its rollout counts as failed
     c.rollout.tools.backoff_s = 1.0  # before the second try; doubled before each further one
