@@ -135,6 +135,12 @@ def get_config(method: str = "focus", *, start: str = "warm_start") -> ml_collec
     c.rollout.proceed_fraction = 0.9  # this share of a step has ended well
     c.rollout.max_logp_difference = 1.0  # mean of a step, engine to trainer; above, the run stops
     c.rollout.dead_after_s = 300.0  # without a server the run saves itself and stops
+    # Calls of the environment; see focus/rollout/tools.py for what an environment says of itself.
+    c.rollout.tools = ml_collections.ConfigDict()
+    c.rollout.tools.attempts = 3  # tries of a call before its rollout counts as failed
+    c.rollout.tools.backoff_s = 1.0  # before the second try; doubled before each further one
+    c.rollout.tools.timeout_s = 60.0  # of a try; for environments that say they may wait
+    c.rollout.tools.at_once = 64  # calls that may wait at a time
 
     c.context = ml_collections.ConfigDict()
     # full; summarize: the policy compacts what passes the limit; cite_summary: and cites turns

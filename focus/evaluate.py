@@ -15,8 +15,16 @@ import numpy as np
 
 from focus.learner import compilations, hosts
 from focus.learner.checkpoint import Checkpointer
-from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
-from focus.run import experiment, plugins, warm_start
+from focus.rollout import (
+    Agent,
+    AllRolloutsFailed,
+    EpisodeStart,
+    Pool,
+    Rollout,
+    UnlimitedAccount,
+    play,
+)
+from focus.run import experiment, inputs, plugins, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.trainer import Trainer
 from focus.tasks.base import Task
@@ -67,18 +75,19 @@ async def evaluate(
       Evaluation.
 
     Raises:
-      RuntimeError: not a single rollout has an outcome.
+      AllRolloutsFailed: not a single rollout has an outcome.
       FleetDead: nobody samples any more.
     """
     pool = Pool(concurrency)
     for i, task in hosts.deal(list(enumerate(tasks))):
         rollout = Rollout(f"{name}/{i}.0", task.id, i)
-        pool.submit(functools.partial(play, agent, agent.start(task), rollout, UnlimitedAccount()))
+        start = EpisodeStart(agent, task)
+        pool.submit(functools.partial(play, agent, start, rollout, UnlimitedAccount()))
     trajectories = tuple(hosts.undeal(await alive_everywhere(pool.join())))
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     if not outcomes:
-        errors = {t.error for t in trajectories}
-        raise RuntimeError(f"none of {len(tasks)} held-out rollouts has an outcome: {errors}")
+        errors = (t.error for t in trajectories)
+        raise AllRolloutsFailed(f"none of {len(tasks)} held-out rollouts has an outcome", errors)
     success = float(np.mean([t.success for t in trajectories if t.outcome is not None]))
     return Evaluation(
         success=success,
@@ -109,7 +118,8 @@ def evaluate_run(
       Step, success, its standard error, number of tasks, mean tokens and turns.
 
     Raises:
-      ValueError: no run there, no such checkpoint, more tasks than there are.
+      ValueError: no run there, no such checkpoint, more tasks than there are, or other contents
+        of the files that the run reads.
     """
     workdir = Path(workdir)
     if not (workdir / "config.json").is_file():
@@ -118,21 +128,15 @@ def evaluate_run(
     if temperature is not None:
         config.evaluate.temperature = temperature
     if num_tasks is not None:
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks must be >= 1, got {num_tasks}")
         config.evaluate.num_tasks = num_tasks
     start = start or Start(quiet=True)
     compilations.keep(experiment.cache_dir(config) / "jax")
     plugins.load_kept(workdir)
     experiment.validate(config)
     with start.part("tasks"):
+        inputs.check(inputs.find(config), workdir)
         env = experiment.make_env(config)
-        available = len(env.tasks("heldout"))
-    if config.evaluate.num_tasks > available:
-        raise ValueError(
-            f"num_tasks {config.evaluate.num_tasks} is more than the {available} held-out tasks "
-            "of the run; ask for at most that many"
-        )
+        experiment.heldout_tasks(config, env)  # refuses more than there are
     with start.part("warm start"):
         warm = warm_start.load_or_make(config, env, start)
     with start.part("compiling"):

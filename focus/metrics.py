@@ -355,7 +355,7 @@ def _import(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"this writer needs the package {module}; install it with "
-            f"`pip install focus[{extra}]` or switch the writer off"
+            f"pip install -e '.[{extra}]', or switch the writer off"
         ) from error
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import ml_collections
 
+import focus
 from focus.branching.budget import Ledger
 from focus.engine import FleetDead
 from focus.evaluate import Evaluation, evaluate
@@ -35,8 +36,17 @@ from focus.metrics import (
     wandb_options,
 )
 from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import BaseRollouts, Collected, RolloutsAhead, Slots, StepPlay, Stopwatch, Tally
-from focus.run import experiment, plugins, stopping, warm_start
+from focus.rollout import (
+    AllRolloutsFailed,
+    BaseRollouts,
+    Collected,
+    RolloutsAhead,
+    Slots,
+    StepPlay,
+    Stopwatch,
+    Tally,
+)
+from focus.run import experiment, inputs, plugins, stopping, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
     LAG,
@@ -83,6 +93,7 @@ def train(
       Stopped: a signal has ended the run.
       FloatingPointError: a loss that is not finite; the last checkpoint is intact.
       FleetDead: no server has answered for `rollout.dead_after_s`; the run is saved.
+      AllRolloutsFailed: no rollout came back, two steps in a row; the run is saved.
     """
     compilations.keep(experiment.cache_dir(config) / "jax")
     start = start or Start()
@@ -101,11 +112,16 @@ async def _train(
         check_writers(config.log)
     with start.part("tasks"):
         env = experiment.make_env(config)
+        experiment.heldout_tasks(config, env)  # refuses more than there are
         if config.model.get("path"):
             experiment.read_chat(config, env)
+    read = inputs.find(config)
+    inputs.check(read, workdir)
     # Only now: a config that cannot work must not claim the workdir.
-    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
+    may_differ = (*experiment.MAY_DIFFER, *inputs.moved(read, workdir))
+    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=may_differ)
     plugins.keep(loaded, workdir)
+    inputs.keep(read, workdir)
     checkpointer = Checkpointer(
         workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
@@ -176,13 +192,14 @@ class _Run:
         self._slots = Slots(self.config.rollout.max_running)
         self._plays: dict[int, StepPlay] = {}
         self._saved = self.done
+        self._failed_steps = 0  # in a row, up to now
         self._unwritten: dict[str, Any] | None = None
 
     async def train(self, clock: Stopwatch, start: Start, signals: StopSignals) -> Evaluation:
         """All steps that are left; the run's last evaluation.
 
         Raises:
-          FleetDead, Stopped: see `focus.train.train`.
+          FleetDead, AllRolloutsFailed, Stopped: see `focus.train.train`.
         """
         latest = await self._begin(clock, start)
         start.finish()
@@ -195,11 +212,12 @@ class _Run:
                         latest = await self._step(ahead, write) or latest
                     # Only of a run that was stopped between its last step and its end.
                     return latest or await self._evaluate(clock)
-                except FleetDead as error:
+                except (FleetDead, AllRolloutsFailed) as error:
                     self._save_now(write)
-                    raise FleetDead(
-                        f"{error}. The run stands at step {self.done} and is saved; bring servers "
-                        "back and start the same command again"
+                    mend = "bring servers back" if isinstance(error, FleetDead) else "mend that"
+                    raise type(error)(
+                        f"{error}. The run stands at step {self.done} and is saved; {mend} and "
+                        "start the same command again"
                     ) from error
                 except StopRequested as request:
                     self._save_now(write)
@@ -233,6 +251,7 @@ class _Run:
         collected = await collect_step(trainer, self.state, play, ahead, clock)
         tally = await tally_step(collected, play, self._order)
         tally.ledger.remaining(config.budget)  # raises if the budget was passed
+        self._check_failures(step, tally)
 
         # 4-7. Values, critic, credit, policy; meanwhile, base rollouts of the next steps.
         ahead.learn(step)
@@ -331,6 +350,13 @@ class _Run:
         )
         write_trees(self.workdir, step, trees)
 
+    def _check_failures(self, step: int, tally: Tally) -> None:
+        """A step that is lost as a whole teaches nothing; after a second one nothing ever will."""
+        self._failed_steps = self._failed_steps + 1 if tally.all_failed else 0
+        if self._failed_steps == 2:
+            errors = (episode.error for episode in tally.base)
+            raise AllRolloutsFailed(f"all rollouts of steps {step - 1} and {step} failed", errors)
+
     def _save(self, metrics: dict[str, Any]) -> None:
         clock, progress = Stopwatch(), self.progress
         with clock.phase("checkpoint"):
@@ -419,8 +445,8 @@ def _finish(
         if name.startswith(LAG)
     }
     steps = max(sums.get("steps", 0), 1)
-    step_phases = ("rollout", "score", "controller", "critic", "credit", "update", "push", "record")
-    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in step_phases)
+    step_phases = ("rollout", "tools", "score", "controller", "critic", "credit", "update", "push")
+    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in (*step_phases, "record"))
     report = workdir / "report.html"
     summary = {
         "name": run_name(config.to_dict()),
@@ -461,9 +487,8 @@ def _finish(
         "num_parameters": trainer.num_parameters,
         "versions": {
             "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name) for name in ("focus", "jax", "flax", "optax")
-            },
+            "focus": focus.__version__,
+            **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
         },
         "report": str(report),
     }

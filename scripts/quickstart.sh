@@ -12,5 +12,5 @@ if [[ $# -gt 0 && "$1" != --* ]]; then
   shift
 fi
 workdir="${WORKDIR:-runs/quickstart-$method}"
-exec .venv/bin/python scripts/train.py --cpu_devices=2 \
+exec .venv/bin/python scripts/train.py --cpu-devices=2 \
   --config "configs/quickstart.py:$method" --workdir "$workdir" "$@"

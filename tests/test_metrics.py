@@ -133,7 +133,7 @@ def test_wandb_continues_one_run_over_a_resume(tmp_path, monkeypatch):
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, option, extra):
     monkeypatch.setitem(sys.modules, package, None)
     MetricsWriter(tmp_path).close()  # not needed, not imported
-    with pytest.raises(ImportError, match=rf"{package}.*pip install focus\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"{package}.*pip install -e '\.\[{extra}\]'"):
         MetricsWriter(tmp_path, **option)
 
 

@@ -388,7 +388,7 @@ def test_a_measured_step():
     config = quickstart.get_config()
     model, c = experiment.model_config(config), config.learner
     mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
-    optimizer = make_optimizer(experiment.optimizer_config(config))
+    optimizer = make_optimizer(experiment.optimizer_config(config), experiment.trained_axes(config))
     state, shardings = sharding.init_sharded(
         lambda: init_state(transformer.init_params(model, jax.random.key(0)), optimizer), mesh=mesh
     )

@@ -183,7 +183,7 @@ def test_every_main_prints_its_usage():
         "evaluate": ("--workdir", "--step", "--temperature"),
         "report": ("usage:", "--workdir", "--out"),
         "benchmark": ("usage:", "--against", "--model-path"),
-        "benchmark_async": ("--config", "--depth", "--token_s"),
+        "benchmark_async": ("--config", "--depth", "--token-s"),
         "benchmark_credit": ("usage:", "--rows", "--plan"),
         "benchmark_engine": ("usage:", "--agents"),
         "compile_tpu": ("--config", "--topology"),

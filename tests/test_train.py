@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,10 +24,11 @@ from focus.journal import read_json_lines
 from focus.learner import compilations
 from focus.learner.checkpoint import Checkpointer
 from focus.metrics import read_metrics
-from focus.rollout import Stopwatch, collect
+from focus.rollout import AllRolloutsFailed, Stopwatch, collect
 from focus.run import warm_start
 from focus.run.steps import learn
 from focus.run.trainer import Trainer
+from focus.tasks.deep_search import DeepSearch
 from focus.train import train
 
 STEPS = 6  # a checkpoint after each, an evaluation after the third and the last
@@ -318,14 +320,14 @@ def with_outcome(collected, index, outcome):
 
 def baselines(trainer, collected, monkeypatch):
     """Refined values that a step of the real loop gives to its estimator."""
-    seen = []
+    seen, real = [], trainer.assignment.with_values
 
     def with_values(batch, trajectories, values):
         seen.append(values)
-        return Trainer.with_values(trainer, batch, trajectories, values)
+        return real(batch, trajectories, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "with_values", with_values)
+        patch.setattr(trainer.assignment, "with_values", with_values)
         learn(trainer, trainer.init_state(), collected, 0, Stopwatch())
     (values,) = seen
     return values.refined
@@ -444,6 +446,40 @@ def test_a_step_whose_engine_is_dead_teaches_nothing_and_is_soon_over(
     assert records[1]["train/success"] is None
     assert records[1]["dose/tokens"] == 0
     assert records[2]["train/success"] is not None
+
+
+def test_tools_that_are_gone_for_two_steps_stop_the_run_and_lose_nothing(
+    prepare, monkeypatch, tmp_path
+):
+    """Pitfall 39: said with the rollout's id and the call, saved, and gone on with."""
+    config = tiny.get_config("grpo")
+    config.steps, config.checkpoint.every, config.rollout.async_depth = 5, 10, 1
+    config.rollout.tools.backoff_s, config.evaluate.every = 0.0, 0
+    prepare(config)
+    real, dead = DeepSearch.step, []
+
+    def step(self, state, action):
+        if len(read_metrics(tmp_path)) >= 2 and "search" in action and not dead:
+            raise ConnectionRefusedError(111, "connection refused")
+        return real(self, state, action)
+
+    monkeypatch.setattr(DeepSearch, "step", step)
+    with pytest.raises(AllRolloutsFailed) as error:
+        train(config, tmp_path)
+    said = str(error.value)
+    assert re.search(r"^all rollouts of steps \d and \d failed; the first: rollout \d/0\.0, ", said)
+    assert re.search(r"turn 0: deep_search\.step\('search\(.*'\) failed 3 times, at last: ", said)
+    assert "ConnectionRefusedError: [Errno 111] connection refused" in said
+    done = int(re.search(r"The run stands at step (\d) and is saved; mend that and start", said)[1])
+    records = read_metrics(tmp_path)
+    assert len(records) == done in (3, 4)
+    assert records[-1]["dose/tokens"] == 0 and records[-1]["tools/faults"] > 0
+    assert (tmp_path / "checkpoints" / f"0000000{done}" / "checkpoint.json").is_file()
+    dead.append("no more")
+    config.rollout.tools.timeout_s = 30.0  # which may be changed
+    summary = train(config, tmp_path)
+    assert summary["steps"] == 5 and read_metrics(tmp_path)[-1]["tools/faults"] == 0
+    assert read_metrics(tmp_path)[-1]["dose/tokens"] > 0 and summary["wall_s"]["tools"] > 0
 
 
 # Devices.

@@ -22,7 +22,7 @@ from focus.critic.head import CriticConfig
 from focus.engine import Engine, SamplingParams
 from focus.engine.embedded.engine import num_devices
 from focus.formats import hf
-from focus.learner import hosts
+from focus.learner import hosts, sharding
 from focus.learner.critic_on_policy import CriticLearner, CriticOptions
 from focus.learner.critic_own_backbone import BackboneCritic, BackboneOptions
 from focus.learner.losses import PolicyLossConfig
@@ -31,14 +31,16 @@ from focus.learner.signals import read_channels
 from focus.learner.state import OptimizerConfig
 from focus.learner.update import UpdateConfig
 from focus.policy import model as models
-from focus.policy.lora import LoraConfig, adapter_shapes
+from focus.policy.lora import LoraConfig, adapter_axes, adapter_shapes
 from focus.policy.rounded import check_format
-from focus.rollout import Agent, RetryPolicy, StepConfig, validate_step
+from focus.rollout import Agent, RetryPolicy, StepConfig, ToolLimits, Tools, validate_step
 from focus.rollout.staleness import MIXED_VERSIONS
 from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tool_environment import ToolCalls
+from focus.run import ranges
 from focus.run.backends import ENGINES, PUSHES
-from focus.tasks.base import Environment
+from focus.run.spelling import did_you_mean
+from focus.tasks.base import Environment, Task
 from focus.tasks.registry import TASKS
 
 # What a resumed run may change: how long it goes on, and what is written down.
@@ -47,18 +49,10 @@ MAY_DIFFER = (
     "cache_dir",
     "plugins",  # where they lie; what they say may not: focus.run.plugins
     "rollout.max_logp_difference",
+    "rollout.tools",
     "evaluate.every",
     "checkpoint",
     "log",
-)
-
-# Sizes and counts. Those of a model come from `model.path` where there is one.
-_AT_LEAST_ONE = (
-    "task.max_turns",
-    *(f"model.{size}" for size in ("vocab_size", "d_model", "num_layers", "num_heads")),
-    *(f"model.{size}" for size in ("num_kv_heads", "head_dim", "d_ff", "max_context")),
-    "rollout.episode_tokens",
-    "learner.row_length",
 )
 
 VALUES_FROM = ("before", "crossfit", "after")
@@ -69,7 +63,8 @@ ON_FAILURE = ("wait", "proceed")
 
 def _choose(name: str, value: str, choices) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}{hint}")
 
 
 def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> None:
@@ -85,6 +80,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     """
     c = config
     _choose("task.name", c.task.name, TASKS)
+    ranges.check(c)
     _choose("rollout.engine", c.rollout.engine, ENGINES)
     _choose("rollout.push", c.rollout.push, PUSHES)
     _choose("rollout.mixed_versions", c.rollout.mixed_versions, MIXED_VERSIONS)
@@ -106,27 +102,10 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
                 f"task.instructions explains calls as plain text, and chat.tool_calls={calls!r} "
                 "wants them in that format; set task.instructions=False, or chat.tool_calls=''"
             )
-    _task_options(c)
-    for key in _AT_LEAST_ONE:
-        part, name = key.split(".")
-        if (value := c[part].get(name, 1)) < 1:
-            raise ValueError(f"{key} must be >= 1, got {value}")
-    for axis, size in c.mesh.items():
-        if size < 1 and size != -1:
-            raise ValueError(f"mesh.{axis} must be >= 1, or -1 for what is left; got {size}")
-    if c.steps < 1:
-        raise ValueError(f"steps must be >= 1, got {c.steps}")
-    if c.evaluate.every < 0 or c.checkpoint.every < 1:
-        raise ValueError(
-            f"evaluate.every={c.evaluate.every} and checkpoint.every={c.checkpoint.every} are "
-            "numbers of steps, at least 0 (no evaluation on the way) and at least 1"
-        )
-    make_contexts(c, None)  # refuses limits and citations that cannot be
+    _check_contexts(c)
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
-    if c.rollout.async_depth < 0:
-        raise ValueError(f"rollout.async_depth must be >= 0, got {c.rollout.async_depth}")
     if has_servers and (c.rollout.engine == "sglang") != bool(c.rollout.urls):
         raise ValueError(
             f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "
@@ -143,10 +122,11 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
         num_devices(c.rollout.devices, c.rollout.max_running)
     loss_config(c)
     update_config(c)
-    if c.learner.logprob_chunk < 0:
-        raise ValueError(
-            f"learner.logprob_chunk must be >= 0 (0 chooses by size), got {c.learner.logprob_chunk}"
-        )
+    optimizer_config(c)
+    if c.critic.enabled:
+        critic_config(c, model)
+    if has_servers:
+        make_mesh(c, model)
     if "warm_start" in c and c.warm_start.products is not None:
         check_format(c.warm_start.products)
     if c.model.max_context > c.learner.row_length:
@@ -165,11 +145,41 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             f"less than one predicted episode of {c.rollout.episode_tokens}; raise the budget or "
             "use fewer processes"
         )
+    tool_limits(c)
     validate_step(
         step_config(c),
         estimator=c.credit.estimator,
         episode_tokens=c.rollout.episode_tokens,
     )
+
+
+def _check_contexts(c: ml_collections.ConfigDict) -> None:
+    """Refuses limits and citations that cannot be."""
+    contexts = make_contexts(c, None)
+    limit = getattr(contexts, "limit", None)
+    if limit is not None and limit <= contexts.summary_tokens:
+        raise ValueError(
+            f"context.limit={limit} has no room for a summary of rollout.max_summary_tokens="
+            f"{contexts.summary_tokens} and the question: every turn would be summarised again; "
+            "raise the limit, or shorten summaries"
+        )
+
+
+def heldout_tasks(c: ml_collections.ConfigDict, env: Environment) -> tuple[Task, ...]:
+    """The tasks that evaluations play.
+
+    Raises:
+      ValueError: there are not so many, or none to train on.
+    """
+    tasks = env.tasks("heldout")
+    if c.evaluate.num_tasks > len(tasks):
+        raise ValueError(
+            f"evaluate.num_tasks {c.evaluate.num_tasks} is more than the {len(tasks)} held-out "
+            f"tasks of {env.name}; ask for at most that many"
+        )
+    if not env.tasks("train"):
+        raise ValueError(f"{env.name} has no tasks to train on")
+    return tasks[: c.evaluate.num_tasks]
 
 
 def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -243,6 +253,11 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
     )
 
 
+def tool_limits(c: ml_collections.ConfigDict) -> ToolLimits:
+    """What calls of the environment may take."""
+    return ToolLimits(**c.rollout.tools.to_dict())
+
+
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
     env = TASKS[c.task.name](**_task_options(c))
@@ -314,6 +329,23 @@ def model_config(c: ml_collections.ConfigDict) -> models.Config:
     return models.make_config(options.pop("family", "dense"), **options)
 
 
+def make_mesh(c: ml_collections.ConfigDict, model: models.Config) -> Mesh:
+    """The devices of `config.mesh`.
+
+    Raises:
+      ValueError: there are not so many, or rows and heads cannot be spread over them.
+    """
+    mesh = sharding.make_mesh(**c.mesh.to_dict())
+    sharding.check_mesh(
+        mesh,
+        micro_rows=c.learner.micro_rows,
+        row_length=c.learner.row_length,
+        attention=model.attention,
+        num_kv_heads=model.num_kv_heads,
+    )
+    return mesh
+
+
 def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
     """The adapters that are trained; None: all parameters of the policy are.
 
@@ -325,6 +357,12 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
         return None
     targets = options.pop("targets")
     return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
+
+
+def trained_axes(c: ml_collections.ConfigDict) -> Any:
+    """Names of the axes of all that is trained: the policy's parameters, or its adapters."""
+    model, lora = model_config(c), lora_config(c)
+    return models.logical_axes(model) if lora is None else adapter_axes(model, lora)
 
 
 def make_contexts(
@@ -362,11 +400,12 @@ def make_agent(
     temperature: float,
     run_seed: int,
     retry: RetryPolicy,
+    tools: Tools,
     closing: bool = True,
 ) -> Agent:
     """The player of tasks; `retry` is what it does when the engine fails.
 
-    `closing` is that of `make_contexts`.
+    `tools` calls the environment; `closing` is that of `make_contexts`.
     """
     return Agent(
         env=env,
@@ -381,6 +420,7 @@ def make_agent(
             stop=tuple(c.rollout.stop),
         ),
         retry=retry,
+        tools=tools,
         run_seed=run_seed,
     )
 

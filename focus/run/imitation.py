@@ -229,7 +229,8 @@ def _optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformatio
             warmup_steps=min(20, w.steps // 2),
             total_steps=w.steps,
             weight_decay=0.01,
-        )
+        ),
+        models.logical_axes(experiment.model_config(config)),
     )
 
 

@@ -23,7 +23,7 @@ from focus.learner.scoring import make_score_fn, policy_model
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import make_policy_update
 from focus.policy import model as models
-from focus.rollout import EpisodeCost, Freshness
+from focus.rollout import EpisodeCost, Freshness, Tools
 from focus.run import experiment
 from focus.run.assignment import Assignment
 from focus.run.backends import ENGINES
@@ -53,15 +53,10 @@ class Trainer:
         self.num_parameters = models.num_params(model)
         self.step_config = experiment.step_config(config)
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
-        self.mesh = sharding.make_mesh(**config.mesh.to_dict())
-        sharding.check_mesh(
-            self.mesh,
-            micro_rows=config.learner.micro_rows,
-            row_length=config.learner.row_length,
-            attention=model.attention,
-            num_kv_heads=model.num_kv_heads,
+        self.mesh = experiment.make_mesh(config, model)
+        self._optimizer = make_optimizer(
+            experiment.optimizer_config(config), experiment.trained_axes(config)
         )
-        self._optimizer = make_optimizer(experiment.optimizer_config(config))
         policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
         frozen = None if self.adapters is None else self.adapters.frozen
@@ -92,7 +87,13 @@ class Trainer:
         )
         self.backend = ENGINES[config.rollout.engine](config, model, start.chat, start.params)
         make_agent = functools.partial(
-            experiment.make_agent, config, env, start.chat, self.engine, retry=self.backend.retry
+            experiment.make_agent,
+            config,
+            env,
+            start.chat,
+            self.engine,
+            retry=self.backend.retry,
+            tools=Tools(experiment.tool_limits(config)),
         )
         self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
         # Held-out tasks are played with the same random numbers in every run and at every step.
@@ -109,7 +110,7 @@ class Trainer:
         )
         self.assignment = Assignment(config, env, self.agent)
         self._train_tasks = env.tasks("train")
-        self.heldout_tasks = env.tasks("heldout")[: config.evaluate.num_tasks]
+        self.heldout_tasks = experiment.heldout_tasks(config, env)
 
     @property
     def compilations(self) -> int:

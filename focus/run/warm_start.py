@@ -37,7 +37,7 @@ from focus.context import CONTEXT_MANAGERS, cite_summary, summarize
 from focus.formats import hf
 from focus.learner import hosts, sharding, update
 from focus.policy import model as models
-from focus.run import experiment, plugins
+from focus.run import experiment, inputs, plugins
 from focus.run.imitation import make, programs, seed_of
 from focus.tasks.base import DemonstratedEnvironment, Environment
 from focus.tasks.deep_search import DeepSearch
@@ -80,6 +80,7 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
     manager = config.context.manager
     parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start")}
     parts["context"] = {"manager": manager} | experiment.context_options(config)
+    parts["task"] = inputs.by_content(parts["task"], "task.", inputs.find(config))
     parts["rows"] = [config.learner.max_nodes, config.learner.max_states]
     parts["seed"] = seed_of(config)
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}

@@ -72,7 +72,13 @@ class Demonstration:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Tasks and the pure transition over their states."""
+    """Tasks and the pure transition over their states.
+
+    `reset` and `step` are called on the event loop, where nothing else goes on meanwhile: right for
+    functions of this process that take a millisecond. An environment that waits (for a search
+    engine, a sandbox, a server) sets `blocking = True` and is called in threads, many at once, or
+    writes them as `async def`. Either may fail: see `focus.rollout.tools`.
+    """
 
     name: str
     max_turns: int

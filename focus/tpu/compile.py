@@ -109,7 +109,7 @@ def topology_devices(slice_: Slice) -> list[Any]:
       ValueError: libtpu is not installed, or knows no such slice.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("compiling for a TPU needs libtpu: pip install 'focus[tpu]'")
+        raise ValueError("compiling for a TPU needs libtpu: pip install -e '.[tpu]'")
     # Off a TPU host libtpu would wait for a metadata server, and it lets one process in at a time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -164,7 +164,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
         num_kv_heads=model.num_kv_heads,
     )
     policy = policy_model(model, logprob_chunk=c.learner.logprob_chunk or None)
-    optimizer = make_optimizer(experiment.optimizer_config(c))
+    optimizer = make_optimizer(experiment.optimizer_config(c), experiment.trained_axes(c))
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
