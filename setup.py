@@ -79,7 +79,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["focus", "focus.*"]),
-    package_data={"focus.report": ["*.j2"]},
+    package_data={"focus": ["py.typed"], "focus.report": ["*.j2"]},
     install_requires=CORE,
     extras_require=EXTRAS,
 )
