@@ -28,7 +28,14 @@ from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
-from focus.report import build_report, record_trees, write_branches, write_trees
+from focus.report import (
+    build_report,
+    record_evaluation,
+    record_trees,
+    write_branches,
+    write_evaluation,
+    write_trees,
+)
 from focus.rollout import BaseRollouts, Collected, RolloutsAhead, Slots, StepPlay, Stopwatch, Tally
 from focus.run import experiment, warm_start
 from focus.run.backends import alive_everywhere
@@ -248,7 +255,14 @@ class _Run:
                 concurrency=self.config.rollout.max_running,
             )
             self.trainer.backend.forget()
-            return result
+        if hosts.is_first() and self.config.log.tree_tasks:
+            records = record_evaluation(
+                result.trajectories,
+                self.trainer.heldout_tasks,
+                decode=self.trainer.start.chat.decode,
+            )
+            write_evaluation(self.workdir, self.done, records)
+        return result
 
     def _record(self, step: int, collected: Collected, tally: Tally, learned: Learned) -> None:
         """What the report shows of a step; the first process writes."""
@@ -263,6 +277,7 @@ class _Run:
             collected.tasks,
             **learned.values.for_report(),
             segment_advantages=learned.segment_advantages,
+            trained_advantages=learned.trained_advantages,
             max_tasks=self.config.log.tree_tasks,
             decode=self.trainer.start.chat.decode,
         )

@@ -129,7 +129,9 @@ class Learned:
     Attributes:
       state: after the update.
       values: of all states of the step.
-      segment_advantages: [B, S].
+      segment_advantages: [B, S], as the estimator gave them.
+      trained_advantages: [B, S] mean advantage of a segment's tokens as the policy was trained
+        with it: normalised and weighted. NaN where no token of the segment was trained.
       metrics: numbers to be logged.
       dose: tokens with a gradient, over all processes.
       packing_efficiency: see `PackedRows`, of all processes.
@@ -138,6 +140,7 @@ class Learned:
     state: TrainState
     values: Values
     segment_advantages: np.ndarray
+    trained_advantages: np.ndarray
     metrics: dict[str, float | None]
     dose: int
     packing_efficiency: float
@@ -208,6 +211,7 @@ def learn(
         state=state,
         values=values,
         segment_advantages=np.asarray(credits.segment_advantages),
+        trained_advantages=_trained_advantages(packed, policy_batch, batch),
         metrics={
             **{f"policy/{name}": value for name, value in update_metrics.items()},
             **{f"critic/{name}": value for name, value in critic_metrics.items()},
@@ -219,6 +223,20 @@ def learn(
         dose=dose,
         packing_efficiency=hosts.mean(packed.packing_efficiency, 1.0),
     )
+
+
+def _trained_advantages(
+    packed: PackedRows, policy_batch: PolicyBatch, batch: CreditBatch
+) -> np.ndarray:
+    trained = np.where(policy_batch.mask, policy_batch.advantages, np.nan)
+    trained = packed.to_trajectories(trained, batch.token_mask.shape, fill=np.nan)
+    segments = np.asarray(batch.token_segment)
+    rows, tokens = np.nonzero(np.isfinite(trained) & (segments >= 0))
+    places = rows, segments[rows, tokens]
+    total, count = np.zeros((2, *batch.segment_mask.shape))
+    np.add.at(total, places, trained[rows, tokens])
+    np.add.at(count, places, 1)
+    return np.where(count, total / np.maximum(count, 1), np.nan)
 
 
 def _advantage_std(batch: PolicyBatch) -> float:
