@@ -97,7 +97,8 @@ def critic(run: Run) -> Verdict:
     saved, low, high = _bootstrap(
         lambda index: np.mean(of_constant[index] - error[index]), [row["step"] for row in rows]
     )
-    explained = saved / max(float(np.mean(of_constant)), 1e-9)
+    # What is left once the noise is taken out may fall below 0.
+    explained = min(saved / max(float(np.mean(of_constant)), 1e-9), 1.0)
     return Verdict(
         question,
         "yes" if low > 0 else "no" if high < 0 else "unclear",
