@@ -175,12 +175,15 @@ def test_the_verdict_on_learning_is_that_of_the_metrics(tmp_path):
 
 def test_credit_that_follows_the_values_is_heard_and_noise_is_not(tmp_path):
     run = read_run(make_workdir(tmp_path, num_steps=12, record_every=1))
-    assert verdict.credit(run).answer == "yes"
+    segments = [s for r in run.trees for t in r["trajectories"] for s in t["segments"]]
+    for segment in segments:
+        segment["trained"] = 3 * segment["advantage"]
+    heard = verdict.credit(run)
+    assert heard.answer == "yes" and float(heard.number.removeprefix("r ")) > 0.5
+    assert f"Over {len(segments):,} turns" in heard.sentence
     rng = np.random.default_rng(0)
-    for record in run.trees:
-        for t in record["trajectories"]:
-            for segment in t["segments"]:
-                segment["trained"] = float(rng.normal())
+    for segment in segments:
+        segment["trained"] = float(rng.normal())
     assert verdict.credit(run).answer == "no"
     assert verdict.credit(dataclasses.replace(run, trees=())).answer == "unknown"
 
@@ -212,3 +215,22 @@ def test_a_run_is_called_after_what_it_ran(method, estimator, rule, manager, nam
 def test_usual_names_are_those_of_the_shipped_methods():
     for method in quickstart.METHODS:
         assert run_name(quickstart.get_config(method).to_dict()) == method
+
+
+def test_without_branches_the_critic_is_held_against_outcomes_it_had_not_seen(tmp_path):
+    def run(error):
+        metrics = tuple(
+            {
+                "step": i,
+                "critic/outcome_error": error + 0.01 * (i % 3),
+                "critic/constant_error": 0.2,
+            }
+            for i in range(20)
+        )
+        return verdict.critic(Run(tmp_path, metrics=metrics))
+
+    good, poor = run(0.1), run(0.25)
+    assert good.answer == "yes" and poor.answer == "no"
+    mean = np.mean([0.1 + 0.01 * (i % 3) for i in range(10, 20)])
+    assert good.number == f"R² {1 - mean / 0.2:.2f}"
+    assert "Over the last 10 steps" in good.sentence

@@ -89,7 +89,7 @@ def critic(run: Run) -> Verdict:
     question = "Is the critic better than a constant?"
     rows = _fresh(run.branches)
     if len(rows) < MIN_STATES:
-        return Verdict(question, "unknown", "", _too_few(run))
+        return _critic_of_outcomes(run, question)
     value, mean, count, _ = _columns(rows)
     noise = mean * (1 - mean) / (count - 1)
     constant = np.average(mean, weights=count)
@@ -106,6 +106,29 @@ def critic(run: Run) -> Verdict:
         f"On {len(rows):,} fresh branch means of the second half of the run its squared error "
         f"is {_three(np.mean(error))}, that of their mean {_three(np.mean(of_constant))}, noise "
         f"taken out: {_three(saved)} saved (95 % interval {_three(low)} to {_three(high)}).",
+    )
+
+
+def _critic_of_outcomes(run: Run, question: str) -> Verdict:
+    """The same from the outcomes of base rollouts, for runs that branch too little."""
+    steps = [
+        (row["step"], row["critic/outcome_error"], row["critic/constant_error"])
+        for row in run.metrics[len(run.metrics) // 2 :]
+        if None not in (row.get("critic/outcome_error"), row.get("critic/constant_error"))
+    ]
+    if len(steps) < 4:
+        return Verdict(question, "unknown", "", _too_few(run))
+    step, error, of_constant = np.array(steps, float).T
+    saved, low, high = _bootstrap(lambda index: np.mean((of_constant - error)[index]), step)
+    explained = saved / max(float(np.mean(of_constant)), 1e-9)
+    return Verdict(
+        question,
+        "yes" if low > 0 else "no" if high < 0 else "unclear",
+        f"R² {_two(explained)}" if explained >= -1 else "R² < −1",
+        f"Over the last {len(steps):,} steps its squared error on outcomes it had not seen is "
+        f"{_three(np.mean(error))}, that of each step's mean outcome "
+        f"{_three(np.mean(of_constant))}: {_three(saved)} saved (95 % interval {_three(low)} to "
+        f"{_three(high)}).",
     )
 
 
@@ -220,7 +243,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, ...]:
     return tuple(np.array([row.get(name) or 0.0 for row in rows], float) for name in names)
 
 
-def _bootstrap(statistic, steps: Sequence[int]) -> tuple[float, float, float]:
+def _bootstrap(statistic, steps: Sequence[int] | np.ndarray) -> tuple[float, float, float]:
     """A statistic of rows and its 95 % interval, whole steps resampled: their errors are shared."""
     steps = np.asarray(steps)
     groups = [np.flatnonzero(steps == step) for step in np.unique(steps)]
