@@ -35,7 +35,14 @@ from focus.metrics import (
     summary_lines,
     wandb_options,
 )
-from focus.report import build_report, record_trees, write_branches, write_trees
+from focus.report import (
+    build_report,
+    record_evaluation,
+    record_trees,
+    write_branches,
+    write_evaluation,
+    write_trees,
+)
 from focus.rollout import (
     AllRolloutsFailed,
     BaseRollouts,
@@ -332,7 +339,14 @@ class _Run:
                 concurrency=self.config.rollout.max_running,
             )
             self.trainer.backend.forget()
-            return result
+        if hosts.is_first() and self.config.log.tree_tasks:
+            records = record_evaluation(
+                result.trajectories,
+                self.trainer.heldout_tasks,
+                decode=self.trainer.start.chat.decode,
+            )
+            write_evaluation(self.workdir, self.done, records)
+        return result
 
     def _record(self, step: int, collected: Collected, tally: Tally, learned: Learned) -> None:
         """What the report shows of a step; the first process writes."""
@@ -347,6 +361,7 @@ class _Run:
             collected.tasks,
             **learned.values.for_report(),
             segment_advantages=learned.segment_advantages,
+            trained_advantages=learned.trained_advantages,
             max_tasks=self.config.log.tree_tasks,
             decode=self.trainer.start.chat.decode,
         )

@@ -32,6 +32,7 @@ MAINS = (
     "compile_tpu",
     "convert_gguf",
     "plan",
+    "play",
 )
 # Where the name that is imported is not the name that is installed.
 DISTRIBUTIONS = {
@@ -189,8 +190,9 @@ def test_every_main_prints_its_usage():
         "compile_tpu": ("--config", "--topology"),
         "check_server": ("usage:", "--model-path", "--router-url"),
         "convert_gguf": ("--package", "--out"),
-        "export_model": ("--config", "--out"),
+        "export_model": ("--config", "--workdir", "--step", "--out"),
         "plan": ("--config",),
+        "play": ("--workdir", "--temperature", "--show"),
     }
     for name, process in started.items():
         out, err = process.communicate(timeout=120)

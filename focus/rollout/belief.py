@@ -17,6 +17,7 @@ import numpy as np
 from focus.branching.acquisition import StateFeatures
 from focus.branching.plan import Plan, plan
 from focus.credit.refine import RefineMode, posterior_features, refine_values
+from focus.rollout.prediction import predicted_gains
 from focus.types import StateBelief, Trajectory
 
 
@@ -140,6 +141,15 @@ class StateBeliefs:
                 max_picks=max_picks,
                 max_per_state=max_per_state,
             )
+        )
+
+    def predicted_gains(self, plan: Plan, value_range: tuple[float, float]) -> np.ndarray:
+        """[S] what each state of a round's plan was chosen for, see `predicted_gains`."""
+        features = self.features(value_range)
+        return predicted_gains(
+            *jax.device_get((features.error_features, features.noise_var, features.weight)),
+            plan.count,
+            plan.order,
         )
 
     def to_trajectories(self, values: np.ndarray, fill: float = 0.0) -> np.ndarray:

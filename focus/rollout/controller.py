@@ -57,6 +57,8 @@ class BranchedState:
       mean: their mean outcome, None if there is none.
       cost_predicted: tokens that one continuation was predicted to generate.
       cost_actual: mean tokens of those with an outcome, None if there is none.
+      noise_var: variance of one outcome, as the plan assumed it.
+      gain: predicted reduction of the weighted epistemic variance, see `predicted_gains`.
     """
 
     trajectory: str
@@ -72,6 +74,8 @@ class BranchedState:
     mean: float | None
     cost_predicted: float
     cost_actual: float | None
+    noise_var: float | None = None
+    gain: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -380,6 +384,7 @@ async def _branch(
             smallest_bucket=config.state_bucket,
         )
         started = np.zeros_like(beliefs.branch_count)
+        gains = np.zeros(beliefs.branch_count.shape)
     plans: list[Plan] = []
     rows: list[int] = []
     branches: list[Trajectory] = []
@@ -395,6 +400,7 @@ async def _branch(
                 seed=request_seed(agent.run_seed, f"{step.step}/plan", round_),
                 value_range=config.value_range,
             )
+            gains += beliefs.predicted_gains(plan, config.value_range)
             new_rows = np.repeat(np.arange(plan.count.size), plan.count).tolist()
         with clock.phase("rollout"):
             new = await _play_round(step, account, base, beliefs, new_rows, started)
@@ -406,7 +412,7 @@ async def _branch(
         rows += new_rows
         branches += new
     with clock.phase("controller"):
-        stats = _branch_stats(step, base, beliefs, rows, branches)
+        stats = _branch_stats(step, base, beliefs, rows, branches, gains)
     return _Branched(beliefs, tuple(plans), tuple(branches), stats)
 
 
@@ -452,6 +458,7 @@ def _branch_stats(
     beliefs: StateBeliefs,
     rows: Sequence[int],
     branches: Sequence[Trajectory],
+    gains: np.ndarray,
 ) -> tuple[BranchedState, ...]:
     refined, variance = beliefs.refine(step.config.refine, step.config.value_range)
     prior_std = np.linalg.norm(beliefs.error_features, axis=1)
@@ -478,6 +485,8 @@ def _branch_stats(
                 mean=float(np.mean([b.outcome for b in scored])) if scored else None,
                 cost_predicted=float(beliefs.cost[row]),
                 cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
+                noise_var=float(beliefs.noise_var[row]),
+                gain=float(gains[row]),
             )
         )
     return tuple(stats)
