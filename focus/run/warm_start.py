@@ -84,7 +84,6 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
     parts["rows"] = [config.learner.max_nodes, config.learner.max_states]
     parts["seed"] = seed_of(config)
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-    parts["files"] = [zlib.crc32(path.read_bytes()) for path in _files(config.task)]
     # The tokenizer is trained on these whatever manager is used.
     parts["texts"] = [summarize.INSTRUCTION, summarize.HEADING]
     if manager == "cite_summary":
@@ -102,13 +101,6 @@ def fingerprint(config: ml_collections.ConfigDict) -> str:
     ):
         digest.update(text)
     return digest.hexdigest()[:16]
-
-
-def _files(task: ml_collections.ConfigDict) -> Iterator[Path]:
-    """Files that the task is made from: a path says nothing of what lies there."""
-    for _, value in sorted(task.items()):
-        if isinstance(value, str) and Path(value).suffix and Path(value).is_file():
-            yield Path(value)
 
 
 def _sources_of(kind: str, key: str, registry: dict[str, Any], package: str) -> Iterator[bytes]:
