@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         self._has_config = False
 
     def add_config(self, help: str, *, to: Any = None) -> None:
-        """Adds --config, --config.KEY=VALUE and --helpconfig; `to`: flags of which one is enough."""
+        """Adds --config, --config.KEY=VALUE and --helpconfig; `to`: a group of flags."""
         self._has_config = True
         (to or self).add_argument(
             "--config",

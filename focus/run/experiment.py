@@ -33,7 +33,7 @@ from focus.run import learning, ranges
 from focus.run.backends import ENGINES, PUSHES
 from focus.run.spelling import did_you_mean
 from focus.tasks.base import Environment, Task
-from focus.tasks.registry import TASKS
+from focus.tasks.registry import TASKS, task_options
 
 # What a resumed run may change: how long it goes on, and what is written down.
 MAY_DIFFER = (
@@ -72,6 +72,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     """
     c = config
     _choose("task.name", c.task.name, TASKS)
+    task_options(c.task.to_dict())
     ranges.check(c)
     _choose("rollout.engine", c.rollout.engine, ENGINES)
     _choose("rollout.push", c.rollout.push, PUSHES)
@@ -263,32 +264,8 @@ def tool_limits(c: ml_collections.ConfigDict) -> ToolLimits:
 
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
-    env = TASKS[c.task.name](**_task_options(c))
+    env = TASKS[c.task.name](**task_options(c.task.to_dict()))
     return ToolCalls(env, _tool_calls(c)) if _tool_calls(c) else env
-
-
-def _task_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
-    """What the factory of the run's task is given: all keys of `config.task` but the name.
-
-    Raises:
-      ValueError: it takes no such option, or needs another one.
-    """
-    options = c.task.to_dict()
-    name = options.pop("name")
-    signature = inspect.signature(TASKS[name])
-    takes = signature.parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    if not open_ended and (unknown := sorted(options.keys() - takes.keys())):
-        raise ValueError(
-            f"task {name!r} takes no option {', '.join(unknown)}: config.task holds the task's "
-            f"name and its own options alone, which are {', '.join(takes) or 'none'}; replace it "
-            "in a config file of yours"
-        )
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ValueError(f"task {name!r}: {error} in config.task") from error
-    return options
 
 
 def _tool_calls(c: ml_collections.ConfigDict) -> str:
