@@ -15,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from focus.credit.errors import ErrorFeatures, masked, variances, weighted_covariance
 from focus.credit.refine import MIN_NOISE_VAR
 from focus.types import Array
 
@@ -32,7 +33,8 @@ class StateFeatures:
 
     Attributes:
       mean: [S] critic mean V.
-      error_features: [S, D] with `e(s) . e(s') = Cov[V(s), V(s')]`, so `tau2(s) = |e(s)|^2`.
+      error_features: [S, D] with `e(s) . e(s') = Cov[V(s), V(s')]`, so `tau2(s) = |e(s)|^2`; or
+        `ErrorFeatures`, where tasks and states have errors of their own.
       noise_var: [S] variance of one outcome given the state, floored at `MIN_NOISE_VAR`.
       cost: [S] tokens that one continuation is predicted to generate; below 1 counts as 1.
       weight: [S] how much an error of V at the state matters, >= 0.
@@ -43,7 +45,7 @@ class StateFeatures:
     """
 
     mean: Array
-    error_features: Array
+    error_features: Array | ErrorFeatures
     noise_var: Array
     cost: Array
     weight: Array
@@ -59,27 +61,11 @@ def clean(features: StateFeatures) -> StateFeatures:
     return dataclasses.replace(
         features,
         mean=jnp.where(mask, features.mean, 0.0),
-        error_features=jnp.where(mask[:, None], features.error_features, 0.0),
+        error_features=masked(features.error_features, mask),
         noise_var=jnp.where(mask, jnp.maximum(features.noise_var, MIN_NOISE_VAR), 1.0),
         cost=jnp.where(mask, jnp.maximum(features.cost, MIN_COST_TOKENS), MIN_COST_TOKENS),
         weight=jnp.where(mask, features.weight, 0.0),
     )
-
-
-def weighted_covariance(error_features: Array, weight: Array) -> Array:
-    """How much the errors of all states move with the error at each state.
-
-        q(s) = sum_{s'} w(s') Cov(s', s)^2 = e(s)^T (sum_{s'} w(s') e(s') e(s')^T) e(s)
-
-    Args:
-      error_features: [S, D].
-      weight: [S].
-
-    Returns:
-      [S] q.
-    """
-    second_moment = jnp.einsum("sd,s,se->de", error_features, weight, error_features)
-    return jnp.einsum("sd,de,se->s", error_features, second_moment, error_features)
 
 
 def expected_error_reduction(features: StateFeatures, key: Array | None = None) -> Array:
@@ -101,7 +87,7 @@ def expected_error_reduction(features: StateFeatures, key: Array | None = None) 
     del key
     pool = clean(features)
     gain = weighted_covariance(pool.error_features, pool.weight) / (
-        jnp.sum(jnp.square(pool.error_features), axis=1) + pool.noise_var
+        variances(pool.error_features) + pool.noise_var
     )
     return jnp.where(pool.mask, gain / pool.cost, -jnp.inf)
 
