@@ -14,7 +14,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from focus.branching.acquisition import RULES, StateFeatures, clean
+from focus.branching.acquisition import RULES
+from focus.branching.features import StateFeatures, clean
 from focus.credit.errors import (
     as_errors,
     condition,
@@ -133,6 +134,39 @@ def _ranked(
     return count, spent, order.at[slot].set(ranking.astype(jnp.int32), mode="drop")
 
 
+def _repeated(
+    features: StateFeatures, rule: str, key, budget: Array, ks: Array, room: Array, max_picks: int
+):
+    """Takes the best state again and again, with one pick more in `branch_count` each time."""
+    pool, existing, k = clean(features), features.branch_count, ks[0]
+
+    def best_pick(count, left):
+        counted = dataclasses.replace(features, branch_count=existing + count)
+        scores = RULES[rule].scores(counted, key)
+        fits = (k * pool.cost <= left) & (count + k <= room)
+        scores = jnp.where(fits, scores, -jnp.inf)
+        best = jnp.argmax(scores)
+        return best, scores[best]
+
+    def go_on(carry):
+        return (carry[0] < max_picks) & (carry[-1] > -jnp.inf)
+
+    def pick(carry):
+        picks, count, order, spent, state, _ = carry
+        count = count.at[state].add(k)
+        order = order.at[picks].set(state.astype(jnp.int32))
+        spent = spent + k * pool.cost[state]
+        return picks + 1, count, order, spent, *best_pick(count, budget - spent)
+
+    count = jnp.zeros(pool.mask.shape, jnp.int32)
+    order = jnp.full((max_picks,), -1, jnp.int32)
+    start = (jnp.int32(0), count, order, jnp.zeros((), pool.cost.dtype))
+    _, count, order, spent, *_ = jax.lax.while_loop(
+        go_on, pick, (*start, *best_pick(count, budget))
+    )
+    return count, spent, order
+
+
 def plan(
     features: StateFeatures,
     budget: Array | int | float,
@@ -155,8 +189,10 @@ def plan(
     is left to gain. U / k falls with k: the smallest k leads while there is room, so `ks` sets
     how finely the budget is spread; a state may be picked again.
 
-    "uniform" and "random" go once down the order of their scores and put the largest k for
-    which a state has room on each; a state that does not fit whole is passed over.
+    "variance_reduction" is the same without covariances between states. "carl" and "trace" take
+    the best state again and again, the smallest k each time, as their scores fall with what a
+    state has been given. All others go once down the order of their scores and put the largest
+    k for which a state has room on each; a state that does not fit whole is passed over.
 
     Every rule takes and returns the same. Compile with `jax.jit` holding `rule`, `ks`,
     `max_picks` and `max_per_state` static.
@@ -170,7 +206,8 @@ def plan(
         that only the budget binds.
       key: a `jax.random.key`, consumed by "random" and unused by the others.
       existing_count: [S] int32 continuations sampled in earlier rounds; they fill
-        `max_per_state`. Their evidence must be in `features` already.
+        `max_per_state`, and `branch_count` where `features` has none. Their evidence must be in
+        `features` already.
       max_per_state: most continuations of one state over all rounds; None for no limit.
 
     Returns:
@@ -178,7 +215,7 @@ def plan(
 
     Raises:
       ValueError: unknown rule, empty or non-positive `ks`, non-positive `max_picks` or
-        `max_per_state`, "random" without a key.
+        `max_per_state`, "random" without a key, a rule without a channel that it reads.
     """
     if rule not in RULES:
         raise ValueError(f"acquisition rule {rule!r} is unknown; choose one of {sorted(RULES)}")
@@ -197,8 +234,16 @@ def plan(
     existing = 0 if existing_count is None else existing_count
     room = jnp.broadcast_to(cap - jnp.asarray(existing, jnp.int32), pool.mask.shape)
 
-    if RULES[rule].planner == "greedy":
-        count, cost, order = _greedy(pool, budget, sizes, room, max_picks)
+    if features.branch_count is None:
+        sampled = jnp.broadcast_to(jnp.asarray(existing, jnp.int32), pool.mask.shape)
+        features = dataclasses.replace(features, branch_count=sampled)
+
+    planner, view = RULES[rule].planner, RULES[rule].view
+    if planner == "greedy":
+        seen = pool if view is None else view(pool)
+        count, cost, order = _greedy(seen, budget, sizes, room, max_picks)
+    elif planner == "repeated":
+        count, cost, order = _repeated(features, rule, key, budget, sizes, room, max_picks)
     else:
         scores = RULES[rule].scores(features, key)
         count, cost, order = _ranked(pool, scores, budget, sizes, room, max_picks)

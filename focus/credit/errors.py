@@ -46,7 +46,7 @@ class ErrorFeatures:
     @property
     def local_rows(self) -> Array:
         """`local` as [S, E]."""
-        return self.local.reshape(self.shared.shape[0], -1)
+        return self.local.reshape(self.shared.shape[0], self.local.shape[2])
 
 
 def as_errors(features: Array | ErrorFeatures) -> ErrorFeatures:
@@ -142,7 +142,7 @@ def weighted_covariance(features: Array | ErrorFeatures, weight: Array) -> Array
     q = jnp.einsum("sd,de,se->s", shared, second_moment, shared)
     # What a block adds to the squares: (a + b)^2 = a^2 + b (2 a + b), one block at a time.
     size = errors.block_size
-    blocks = shared.reshape(-1, size, shared.shape[1])
+    blocks = shared.reshape(*errors.local.shape[:2], shared.shape[1])
     between = jnp.einsum("gid,gjd->gij", blocks, blocks)
     inside = jnp.einsum("gie,gje->gij", errors.local, errors.local)
     inside += jnp.eye(size, dtype=shared.dtype) * errors.own.reshape(-1, size)[:, None]
@@ -293,7 +293,7 @@ def posterior(
     surprise = jnp.zeros_like(precision) if surprise is None else surprise
     kept = 1.0 / (1.0 + precision * own)
     outer = precision * kept
-    blocks = shared.reshape(-1, size, shared.shape[1])
+    blocks = shared.reshape(*local.shape[:2], shared.shape[1])
     by_block = outer.reshape(-1, size)
 
     local_root = _cholesky_of(jnp.einsum("gne,gn,gnf->gef", local, by_block, local))
