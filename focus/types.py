@@ -280,6 +280,10 @@ class CreditBatch:
         that are trained.
       value: [B, S + 1] critic or refined value of each state; column S_i is where row i ended.
       value_variance: [B, S + 1] epistemic variance of `value`.
+      value_covariance: [B, S] covariance of its errors at the state before a segment and the
+        state after it.
+      baseline: [B] what stands in for the critic in rows where it is not to be trusted; NaN in
+        all others.
       mc_return: [B, S, K] returns of the continuations sampled from the start of a segment.
       mc_mask: [B, S, K] bool, which of them exist.
 
@@ -350,6 +354,8 @@ class CreditBatch:
     staleness: Array | None = None
     value: Array | None = None
     value_variance: Array | None = None
+    value_covariance: Array | None = None
+    baseline: Array | None = None
     mc_return: Array | None = None
     mc_mask: Array | None = None
     ref_logp: Array | None = None
