@@ -156,7 +156,7 @@ class _Run:
         if self.progress.success_before is None:
             latest = await self._evaluate(clock)
             self.progress.success_before = latest.success
-            self.state = self.trainer.fit_critic(self.state, latest.trajectories)
+            self.state = self.trainer.valuation.fit(self.state, latest.trajectories)
         self.progress.ledger += Ledger(seconds=clock.seconds)
         return latest
 

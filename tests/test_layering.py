@@ -26,8 +26,6 @@ ALLOWED = {
     "report": {"types", "tasks", "critic", "journal", "metrics"},
 }
 TOP = {"run", "train", "evaluate", "tpu", "benchmark"}
-# The name under which users know `focus.formats.hf`.
-ALIASES = {"policy/hf.py"}
 # Layers that see arrays only: no input or output, no networks, no optimisers.
 PURE = {"types", "credit", "branching"}
 PURE_LIBRARIES = {"jax", "chex", "numpy", "__future__"} | {
@@ -72,7 +70,7 @@ def test_every_module_belongs_to_a_layer():
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_down(path):
     layer = layer_of(path)
-    if layer in TOP | {"__init__"} or str(path.relative_to(ROOT)) in ALIASES:
+    if layer in TOP | {"__init__"}:
         return
     used = {name.split(".")[1] for name in imports(path) if name.startswith("focus.")}
     assert used <= ALLOWED[layer] | {layer}
@@ -104,3 +102,10 @@ def test_the_ladder_has_no_cycle():
         seen |= ready
         for layer in ready:
             del left[layer]
+
+
+def test_users_find_checkpoints_under_the_name_that_they_know():
+    from focus.formats import hf
+    from focus.policy import hf as known
+
+    assert known is hf

@@ -328,7 +328,7 @@ async def test_an_outcome_reaches_the_baselines_of_its_own_states_only_if_asked_
             trainer.task_order().draw(0),
             step=0,
             episode_cost=trainer.episode_cost,
-            scorer=lambda base: trainer.score_states(state, base),
+            scorer=lambda base: trainer.valuation.score_states(state, base),
         )
         index, trajectory = next(
             (b, t) for b, t in enumerate(collected.tree.base) if t.outcome is not None

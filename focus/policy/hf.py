@@ -1,10 +1,6 @@
-"""Hugging Face directories: the name under which users import `focus.formats.hf`."""
+"""The name under which users import `focus.formats.hf`: the same module."""
 
-from focus.formats.hf import (
-    load_checkpoint,
-    read_config,
-    save_checkpoint,
-    save_tokenizer,
-)
+import importlib
+import sys
 
-__all__ = ["load_checkpoint", "read_config", "save_checkpoint", "save_tokenizer"]
+sys.modules[__name__] = importlib.import_module("focus.formats.hf")

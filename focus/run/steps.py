@@ -99,7 +99,7 @@ async def collect_step(
     """
     base, waited_s = await alive_everywhere(ahead.take(play.step))
     clock.seconds["ahead"] = max(base.seconds - waited_s, 0.0)
-    scorer = functools.partial(trainer.score_states, state)
+    scorer = functools.partial(trainer.valuation.score_states, state)
     return await alive_everywhere(play.branch(base, scorer, waited_s=min(waited_s, base.seconds)))
 
 
@@ -159,45 +159,45 @@ def learn(
       FloatingPointError: a loss that is not finite.
       EngineMismatch: the engine samples from another model than is trained.
     """
-    config = trainer.config
+    config, valuation, assignment = trainer.config, trainer.valuation, trainer.assignment
     trajectories = collected.tree.trajectories
 
     # One forward pass over everything, branches included, each shared prefix once.
     with clock.phase("score"):
         packed = trainer.pack(trajectories)
         scores = trainer.score(state.params, packed.rows)
-        hidden = trainer.state_features(state, packed, scores)
-        belief = trainer.belief(state, trajectories, hidden)
+        hidden = valuation.features(state, packed, scores)
+        belief = valuation.belief(state, trajectories, hidden)
         # Estimator and loss may both want it, or neither.
         reference = functools.cache(functools.partial(trainer.reference_logp, packed))
 
     # 4. The critic as it stood before this step's outcomes, refined by branches.
     # 5. The critic learns from old and new evidence.
     with clock.phase("critic"):
-        values = trainer.refine(collected, belief)
-        batch = trainer.credit_batch(trajectories, version=step)
+        values = valuation.refine(collected, belief)
+        batch = assignment.batch(trajectories, version=step)
         if config.critic.enabled:
-            new_critic, critic_metrics = trainer.learn_critic(
+            new_critic, critic_metrics = valuation.learn(
                 state, trajectories, packed, batch, hidden, belief
             )
             state = dataclasses.replace(state, critic=new_critic)
             if config.critic.values_from != "before":
-                hidden = trainer.state_features(state, packed, scores)
-                belief = trainer.belief(state, trajectories, hidden, own_fold=True)
-                values = trainer.refine(collected, belief)
+                hidden = valuation.features(state, packed, scores)
+                belief = valuation.belief(state, trajectories, hidden, own_fold=True)
+                values = valuation.refine(collected, belief)
         else:
             critic_metrics = {}
 
     # 6. Segment advantages, spread over tokens.
     with clock.phase("credit"):
-        batch = trainer.with_values(batch, trajectories, values)
-        batch = trainer.with_channels(batch, trajectories, packed, scores, reference, step)
-        credits = trainer.estimate(batch)
+        batch = assignment.with_values(batch, trajectories, values)
+        batch = assignment.with_channels(batch, trajectories, packed, scores, reference, step)
+        credits = assignment.estimate(batch)
 
     # 7. Clipped policy update.
     with clock.phase("update"):
-        policy_batch = trainer.policy_batch(
-            state, trajectories, packed, scores, reference, batch, credits
+        policy_batch = assignment.policy_batch(
+            trajectories, packed, scores, reference, batch, credits, step
         )
         state, update_metrics = trainer.update(state, policy_batch)
 
