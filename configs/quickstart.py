@@ -112,6 +112,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
 
     c.branching = ml_collections.ConfigDict()
     c.branching.rule = "expected_error_reduction"
+    c.branching.weight = "score_norm"  # what an error of V matters by; or tokens it reaches
     c.branching.base_fraction = 0.5  # share of the budget that base rollouts are launched for
     c.branching.rounds = 2
     c.branching.ks = (1, 2, 4)
@@ -137,6 +138,10 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     c.critic.lambda_ = 1.0
     c.critic.values_from = "before"  # before, crossfit, after: whose outcomes a baseline may know
     c.critic.refine = "joint"  # none, local, joint: how branches enter the values
+    # fitted: errors of tasks, episodes and states, scaled to recent misses; ensemble: as it says
+    c.critic.covariance = "fitted"
+    c.critic.siblings = True  # rollouts of one task are evidence about each other's values
+    c.critic.gate = True  # where the critic explains nothing, other rollouts are the baseline
 
     c.credit = ml_collections.ConfigDict()
     c.credit.estimator = "focus"
@@ -202,6 +207,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     if method == "focus_summarize":
         c.context.manager = "summarize"
     elif method == "vineppo":
+        c.branching.weight = "tokens"
         c.branching.rule = "uniform"
         c.branching.base_fraction = 0.15
         c.branching.rounds = 1

@@ -87,6 +87,10 @@ class CriticReader:
         critic = self._fit(hosts.local(state.critic), *jax.device_put(states))
         return dataclasses.replace(state, critic=hosts.replicate(critic, self._mesh))
 
+    def replicate(self, tree: Any) -> Any:
+        """Arrays that lie, whole, on every device."""
+        return hosts.replicate(tree, self._mesh)
+
     def belief(
         self, state: State, hidden: np.ndarray, fold: np.ndarray | None = None
     ) -> StateBelief:

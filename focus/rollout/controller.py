@@ -54,6 +54,9 @@ class BranchedState:
       started: continuations played.
       count: those with an outcome.
       mean: their mean outcome, None if there is none.
+      noise_var: variance of one outcome given the state, as the belief has it.
+      shift: by how much all evidence moves the value, before it is clipped to its range.
+      outcomes: of the continuations.
       cost_predicted: tokens that one continuation was predicted to generate.
       cost_actual: mean tokens of those with an outcome, None if there is none.
     """
@@ -71,6 +74,9 @@ class BranchedState:
     mean: float | None
     cost_predicted: float
     cost_actual: float | None
+    noise_var: float | None = None
+    shift: float | None = None
+    outcomes: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -349,6 +355,10 @@ async def _branch(
             env_branchable=agent.env.branchable,
             max_context=agent.engine.info().max_context,
             smallest_bucket=config.state_bucket,
+            rollouts=config.group_size,
+            states=config.max_states,
+            weight=config.weight,
+            siblings=config.siblings,
         )
         started = np.zeros_like(beliefs.branch_count)
     plans: list[Plan] = []
@@ -424,8 +434,8 @@ def _branch_stats(
     rows: Sequence[int],
     branches: Sequence[Trajectory],
 ) -> tuple[BranchedState, ...]:
-    refined, variance = beliefs.refine(step.config.refine, step.config.value_range)
-    prior_std = np.linalg.norm(beliefs.error_features, axis=1)
+    refined, variance = beliefs.refine(step.config.refine)
+    prior_variance, noise_var = beliefs.prior()
     of_row: dict[int, list[Trajectory]] = {}
     for row, branch in zip(rows, branches, strict=True):
         of_row.setdefault(row, []).append(branch)
@@ -441,14 +451,17 @@ def _branch_stats(
                 state=state_index,
                 turn=parent.states[state_index].turn,
                 value=float(beliefs.mean[row]),
-                std=float(prior_std[row]),
-                refined=float(refined[row]),
+                std=float(np.sqrt(prior_variance[row])),
+                refined=float(np.clip(refined[row], *step.config.value_range)),
                 refined_std=float(np.sqrt(variance[row])),
                 started=len(members),
                 count=len(scored),
                 mean=float(np.mean([b.outcome for b in scored])) if scored else None,
                 cost_predicted=float(beliefs.cost[row]),
                 cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
+                noise_var=float(noise_var[row]),
+                shift=float(refined[row] - beliefs.mean[row]),
+                outcomes=tuple(float(b.outcome) for b in scored),
             )
         )
     return tuple(stats)
