@@ -32,6 +32,9 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     """The configuration of `method`; what a step is made of is the quickstart's."""
     c = _QUICKSTART["get_config"](method)
     del c.warm_start  # the model can talk already
+    c.critic.update(
+        pretrain_epochs=0, warmup_steps=3
+    )  # nothing to learn from before the first step
     c.task.instructions = True
     c.task.snippet_words = 8
 

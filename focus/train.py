@@ -156,7 +156,12 @@ class _Run:
         if self.progress.success_before is None:
             latest = await self._evaluate(clock)
             self.progress.success_before = latest.success
-            self.state = self.trainer.valuation.fit(self.state, latest.trajectories)
+            valuation, evidence = self.trainer.valuation, self.trainer.start.evidence
+            if self.config.critic.enabled and self.config.critic.pretrain_epochs:
+                with clock.phase("critic"):
+                    self.state = valuation.pretrain(self.state, evidence)
+            else:
+                self.state = valuation.fit(self.state, latest.trajectories)
         self.progress.ledger += Ledger(seconds=clock.seconds)
         return latest
 

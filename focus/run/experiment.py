@@ -109,6 +109,10 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             "critic.values_from='crossfit' needs critic.backbone='policy', got 'own': members that "
             "never train on a task would share a backbone that does; use values_from='before'"
         )
+    if c.critic.pretrain_epochs < 0:
+        raise ValueError(f"critic.pretrain_epochs must be >= 0, got {c.critic.pretrain_epochs}")
+    if c.critic.enabled and c.critic.pretrain_epochs:
+        _check_pretraining(c)
     if calls := _tool_calls(c):
         _choose("chat.tool_calls", calls, tool_calls.FORMATS)
         if c.task.to_dict().get("instructions"):
@@ -186,6 +190,26 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
         estimator=c.credit.estimator,
         episode_tokens=c.rollout.episode_tokens,
     )
+
+
+def _check_pretraining(c: ml_collections.ConfigDict) -> None:
+    """Whether there is something to pretrain a critic on, and it can be.
+
+    Raises:
+      ValueError: there is not, or it cannot.
+    """
+    episodes = c.warm_start.evidence_episodes if "warm_start" in c else 0
+    if not episodes or c.model.get("path"):
+        raise ValueError(
+            f"critic.pretrain_epochs={c.critic.pretrain_epochs} reads episodes of the warm start, "
+            "and this run has none; set critic.pretrain_epochs=0 (and critic.warmup_steps=3), or "
+            "warm_start.evidence_episodes"
+        )
+    if c.critic.backbone == "own":
+        raise ValueError(
+            "critic.backbone='own' cannot be pretrained on hidden states of the policy; set "
+            "critic.pretrain_epochs=0 (and critic.warmup_steps=3)"
+        )
 
 
 def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from focus.branching.acquisition import RULES
 from focus.critic.confidence import Confidence
 from focus.critic.covariance import Residuals, fitted_scales, update_fit
 from focus.critic.losses import evidence_id, fold_of
+from focus.critic.state import Evidence
 from focus.critic.trust import explained_variance, trusted, update_gate
 from focus.learner import hosts
 from focus.learner.batches import bucket
@@ -23,7 +24,8 @@ from focus.learner.packing import PackedRows
 from focus.learner.scoring import Scores
 from focus.learner.signals import policy_signals
 from focus.learner.state import TrainState
-from focus.rollout import NO_BRANCHES, Collected, StepConfig, uninformed_scores
+from focus.rollout import Collected, StepConfig, uninformed_scores
+from focus.rollout.step import NO_BRANCHES
 from focus.rollout.values import Values, refine_values, unknown_values
 from focus.types import CreditBatch, StateBelief, Trajectory
 
@@ -178,6 +180,32 @@ class Valuation:
         }
         metrics["explained_variance"] = float(explained_variance(new.gate)[0])
         return self.critic.replicate(new), metrics
+
+    def pretrain(self, state: TrainState, evidence: dict[str, np.ndarray]) -> TrainState:
+        """Lets the critic learn from episodes that were there before the first step.
+
+        Args:
+          state: with the critic as drawn.
+          evidence: see `focus.run.head_start.state_evidence`.
+        """
+        c = self._config
+        columns = {
+            "features": evidence["features"].astype(np.float32),
+            "target": evidence["outcome"] * c.credit.discount ** (evidence["segments_left"] - 1.0),
+            "weight": evidence["share"],
+            "cost": evidence["cost"],
+            "cost_weight": np.ones_like(evidence["cost"]),
+            "bootstrap_id": evidence["episode"],
+            "fold": (evidence["task"] % self.critic.config.num_folds).astype(np.int32),
+            "mask": np.ones(len(evidence["cost"]), bool),
+        }
+        critic = self.critic.pretrain(
+            state.critic,
+            Evidence(**columns),
+            jax.random.fold_in(jax.random.key(c.seed), 2**31 - 1),
+            epochs=c.critic.pretrain_epochs,
+        )
+        return dataclasses.replace(state, critic=critic)
 
     def learn(
         self,

@@ -35,6 +35,7 @@ from focus.learner.state import OptimizerConfig, init_state, make_optimizer
 from focus.learner.update import SupervisedBatch, UpdateConfig, make_supervised_update
 from focus.policy import model as models
 from focus.run import experiment
+from focus.run.head_start import state_evidence
 from focus.tasks import scripted
 from focus.tasks.base import Environment
 from focus.tasks.deep_search import DeepSearch
@@ -67,6 +68,7 @@ _SOURCES = (
     "tasks/facts.py",
     "tasks/scripted.py",
     "tasks/world.py",
+    "run/head_start.py",
 )
 _LIBRARIES = ("jax", "numpy", "optax", "tokenizers", "countryinfo", "bm25s")
 
@@ -80,12 +82,15 @@ class WarmStart:
       params: parameters of the policy (NumPy).
       directory: where it is kept.
       made: whether it was made now; False if it was there.
+      evidence: what the critic may learn from before the first step, see `head_start`; None
+        where no episodes were imitated, or none is kept.
     """
 
     chat: Chat | TemplateChat
     params: Any
     directory: Path
     made: bool
+    evidence: dict[str, np.ndarray] | None = None
 
     def checksum(self) -> int:
         """CRC-32 of the parameters."""
@@ -127,23 +132,25 @@ def load_or_make(config: ml_collections.ConfigDict, env: Environment) -> WarmSta
         return _from_directory(config, env)
     directory = experiment.cache_dir(config) / "warm_start" / fingerprint(config)
     if all(hosts.gather(directory.is_dir())):  # else all processes make it together
-        chat, params = _read(directory, config)
-        return WarmStart(chat, params, directory, made=False)
+        chat, params, evidence = _read(directory, config)
+        return WarmStart(chat, params, directory, made=False, evidence=evidence)
     if not isinstance(env, DeepSearch):
         raise ValueError(
             f"task {env.name!r} has no scripted agent to imitate; start from a checkpoint"
         )
-    chat, params = make(config, env)
+    chat, params, evidence = make(config, env)
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Written under another name first: a killed run must not leave half a warm start.
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".partial-"))
     chat.save(partial)
     safetensors.numpy.save_file(_flat(params), partial / "params.safetensors")
+    if evidence is not None:
+        safetensors.numpy.save_file(evidence, partial / "evidence.safetensors")
     try:
         os.rename(partial, directory)
     except OSError:  # another run or process was faster; both made the same
         shutil.rmtree(partial)
-    return WarmStart(chat, params, directory, made=True)
+    return WarmStart(chat, params, directory, made=True, evidence=evidence)
 
 
 def _from_directory(config: ml_collections.ConfigDict, env: Environment) -> WarmStart:
@@ -153,14 +160,16 @@ def _from_directory(config: ml_collections.ConfigDict, env: Environment) -> Warm
     return WarmStart(chat, jax.device_get(params), path, made=False)
 
 
-def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]:
+def make(
+    config: ml_collections.ConfigDict, env: DeepSearch
+) -> tuple[Chat, Any, dict[str, np.ndarray] | None]:
     """Plays the scripted agent, trains a tokenizer on its episodes and a policy to imitate it.
 
     Most episodes are played in invented worlds, where names have to be copied from what was
     read because no fact can be known.
 
     Returns:
-      Chat and parameters (NumPy).
+      Chat, parameters (NumPy), and what the critic may learn from, see `WarmStart`.
     """
     w = config.warm_start
     seed = config.seed if w.seed is None else w.seed
@@ -200,7 +209,13 @@ def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]
     trajectories = [t for t in trajectories if _longest(t) <= w.row_length]
     batches = _batches(config, trajectories, seed)
     params = _imitate(config, batches, seed)
-    return chat, params
+    evidence = None
+    if w.evidence_episodes:
+        # Those of the world to be learnt first.
+        own = {task.prompt for task in env.tasks("train")}
+        trajectories.sort(key=lambda t: demonstrations[int(t.id)].task.prompt not in own)
+        evidence = state_evidence(config, trajectories[: w.evidence_episodes], params)
+    return chat, params, evidence
 
 
 def to_trajectory(
@@ -345,9 +360,14 @@ def _flat(params: Any) -> dict[str, np.ndarray]:
     return {sharding.path_name(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _read(directory: Path, config: ml_collections.ConfigDict) -> tuple[Chat, Any]:
+def _read(
+    directory: Path, config: ml_collections.ConfigDict
+) -> tuple[Chat, Any, dict[str, np.ndarray] | None]:
+    evidence, kept = None, directory / "evidence.safetensors"
     try:
         flat = safetensors.numpy.load_file(directory / "params.safetensors")
+        if config.warm_start.evidence_episodes:
+            evidence = safetensors.numpy.load_file(kept)
         chat = Chat.load(directory)
     except Exception as error:
         raise ValueError(
@@ -358,4 +378,5 @@ def _read(directory: Path, config: ml_collections.ConfigDict) -> tuple[Chat, Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
         shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    return chat, treedef.unflatten([flat[sharding.path_name(path)] for path, _ in leaves])
+    params = treedef.unflatten([flat[sharding.path_name(path)] for path, _ in leaves])
+    return chat, params, evidence
