@@ -96,7 +96,7 @@ def refine_values(
         baseline=np.full(len(mean), np.nan),
     )
     if not trusted:
-        values.baseline[: len(tree.trajectories)] = _fallback(tree.trajectories)
+        values.baseline[: len(tree.trajectories)] = _fallback(tree.trajectories, len(mean))
     base = len(tree.base)
     if not base or config.refine == "none":
         return values
@@ -136,13 +136,15 @@ def _variance_of(belief: StateBelief) -> np.ndarray:
     return jax.device_get(_prior_variance(*args))
 
 
-def _fallback(trajectories: tuple[Trajectory, ...]) -> np.ndarray:
-    """[B] mean outcomes of other rollouts."""
-    outcome = np.array([np.nan if t.outcome is None else t.outcome for t in trajectories])
-    is_base = np.array([t.parent is None for t in trajectories], bool)
-    group = np.array([t.group_id for t in trajectories], np.int32)
-    args = jax.device_put((outcome.astype(np.float32), group, is_base, np.isfinite(outcome)))
-    return jax.device_get(fallback_baseline(*args))
+def _fallback(trajectories: tuple[Trajectory, ...], rows: int) -> np.ndarray:
+    """[B] mean outcomes of other rollouts; padded to `rows` while they are computed."""
+    outcome, group = np.full(rows, np.nan, np.float32), np.full(rows, -1, np.int32)
+    is_base = np.zeros(rows, bool)
+    for b, trajectory in enumerate(trajectories):
+        group[b], is_base[b] = trajectory.group_id, trajectory.parent is None
+        outcome[b] = np.nan if trajectory.outcome is None else trajectory.outcome
+    found = _baseline(*jax.device_put((outcome, group, is_base, np.isfinite(outcome))))
+    return jax.device_get(found)[: len(trajectories)]
 
 
 def _parent_rows(collected: Collected, beliefs: StateBeliefs) -> list[int]:
@@ -207,6 +209,7 @@ def _refine_first_states(
     refined[base:end, 0], refined_variance[base:end, 0] = first[base:end], left[base:end]
 
 
+_baseline = jax.jit(fallback_baseline)
 _leave_one_out = jax.jit(leave_one_out_values)
 _outcome_noise = jax.jit(outcome_noise)
 _prior_variance = jax.jit(prior_variance)
