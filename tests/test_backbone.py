@@ -277,7 +277,7 @@ def test_a_run_goes_on_with_its_own_backbone_after_a_stop(tmp_path, cache_dir):
     def run(name, steps):
         config = tiny.get_config("focus")
         config.steps = steps
-        config.critic.update(backbone="own", uncertainty="posterior", pretrain_epochs=0)
+        config.critic.update(backbone="own", uncertainty="posterior", pretrain_episodes=0)
         summary = train(config, tmp_path / name)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         kept = [
@@ -304,5 +304,5 @@ def test_a_shared_backbone_cannot_be_cross_fitted():
 def test_a_backbone_of_its_own_cannot_be_pretrained_on_the_policys_hidden_states():
     config = tiny.get_config("focus")
     config.critic.backbone = "own"
-    with pytest.raises(ValueError, match="cannot be pretrained .* set critic.pretrain_epochs=0"):
+    with pytest.raises(ValueError, match="cannot be pretrained .* set critic.pretrain_episodes=0"):
         experiment.validate(config)

@@ -6,6 +6,7 @@ note; the page prints the note in its place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -228,9 +229,9 @@ def _success(
     if train:
         xs, ys = zip(*train)
         window = max(1, len(ys) // 12)
-        plot.line(xs, ys, "s4 faint" if window > 1 else "s4")
+        plot.line(xs, ys, "s4 faint" if window > 1 else "s4", label="training success")
         if window > 1:
-            plot.line(xs, _trailing_mean(ys, window), "s4")
+            plot.line(xs, _trailing_mean(ys, window), "s4", label=f"mean of {window} steps")
         label = f"training, mean of {window} steps" if window > 1 else "training"
         legend.append(("s4", "line", label))
     if heldout:
@@ -244,7 +245,7 @@ def _success(
                 text += f" [{low:.3f}, {high:.3f}]"
             plot.dot(x, y, "s2", text)
         legend.append(("s2", "dot", "held-out, 95 % interval" if intervals else "held-out"))
-    return Chart(title, plot.render(), tuple(legend))
+    return plot.chart(title, legend)
 
 
 def _lines(metrics: Rows, title: str, y_label: str, series, note: str = "") -> Chart:
@@ -269,12 +270,10 @@ def _lines(metrics: Rows, title: str, y_label: str, series, note: str = "") -> C
     if min(ys) < 0:
         plot.line((min(xs), max(xs)), (0, 0), "ink")
     for points, css, label in present:
-        plot.line(*zip(*points), css)
-        if len(points) <= MAX_BARS:
-            for x, y in points:
-                plot.dot(x, y, css, f"step {x}: {label} {y:.4g}", radius=2.5)
+        plot.line(*zip(*points), css, label=label)
     legend = tuple((css, "line", label) for _, css, label in present)
-    return Chart(title, plot.render(), legend if len(present) > 1 else (), note)
+    chart = plot.chart(title, legend, note)
+    return chart if len(present) > 1 else dataclasses.replace(chart, legend=())
 
 
 def _stacked(metrics: Rows, series, title: str, y_label: str, unit: str) -> Chart:
@@ -318,7 +317,7 @@ def _stacked(metrics: Rows, series, title: str, y_label: str, unit: str) -> Char
         )
         legend.append(("ink", "dash", "budget"))
     note = f"Each bar is the mean of up to {len(groups[0])} steps." if len(groups[0]) > 1 else ""
-    return Chart(title, plot.render(), tuple(legend), note)
+    return plot.chart(title, legend, note)
 
 
 def _trailing_mean(values: Sequence[float], window: int) -> list[float]:

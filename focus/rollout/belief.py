@@ -18,6 +18,7 @@ import numpy as np
 
 from focus.branching.features import StateFeatures, cut_points, state_weights
 from focus.branching.plan import Plan, plan
+from focus.branching.prediction import predicted_gains
 from focus.credit import errors
 from focus.credit.errors import Posterior
 from focus.credit.refine import (
@@ -200,6 +201,11 @@ class StateBeliefs:
                 max_per_state=max_per_state,
             )
         )
+
+    def predicted_gains(self, plan: Plan, value_range: tuple[float, float]) -> np.ndarray:
+        """[S] what each state of a round's plan was chosen for, see `predicted_gains`."""
+        chosen = jax.device_put((plan.count, plan.order))
+        return jax.device_get(_gains(self.features(value_range), *chosen))
 
     def to_trajectories(self, values: np.ndarray, fill: float = 0.0) -> np.ndarray:
         """Row values [S] back to [B, N'], `fill` where there is no state with a value."""
@@ -469,6 +475,9 @@ def _touching(amount, there, grid):
 def _cuts(uncertain, there, grid):
     uncertain, there = (x.reshape(-1, grid[2]) for x in (uncertain, there))
     return jax.vmap(cut_points)(uncertain, there)[:, :-1].reshape(-1)
+
+
+_gains = jax.jit(predicted_gains)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "ks", "max_picks", "max_per_state"))

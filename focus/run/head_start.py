@@ -7,21 +7,94 @@ one's: where that matters, the misses of the first steps say so (`focus.critic.c
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_collections
 import numpy as np
+import safetensors.numpy
 
 from focus.critic.losses import evidence_id
 from focus.learner import hosts, packing, sharding
 from focus.learner.scoring import make_score_fn, policy_model
 from focus.policy import model as models
-from focus.run import experiment
+from focus.run import experiment, imitation
+from focus.run.warm_start import WarmStart
+from focus.tasks.base import Environment
+from focus.terminal import Start
 from focus.types import Trajectory
 
 # Rollouts that are packed at a time: packing is quadratic.
 _CHUNK = 256
+
+
+def load_or_make(
+    config: ml_collections.ConfigDict, env: Environment, warm: WarmStart, start: Start
+) -> dict[str, np.ndarray]:
+    """Evidence of `critic.pretrain_episodes` episodes, from beside the warm start if it is there.
+
+    Those of the task's own world come first: the invented ones that the warm start is mixed with
+    fill up what is missing.
+
+    Args:
+      config: of the run.
+      env: the environment to be learnt.
+      warm: tokenizer and policy.
+      start: is told how far it is.
+
+    Returns:
+      See `state_evidence`.
+
+    Raises:
+      ValueError: what is kept cannot be read.
+    """
+    kept = warm.directory / f"evidence-{_fingerprint(config)}.safetensors"
+    if all(hosts.gather(kept.is_file())):
+        try:
+            return safetensors.numpy.load_file(kept)
+        except Exception as error:
+            raise ValueError(
+                f"{kept} cannot be read ({error}); delete it and it is made again"
+            ) from error
+    start.update("playing demonstrations again", milestone=True)
+    own = {task.prompt for task in env.tasks("train")}
+    demonstrations = list(imitation.demonstrations_of(config, env))
+    order = sorted(
+        range(len(demonstrations)), key=lambda i: demonstrations[i].task.prompt not in own
+    )
+    contexts = experiment.make_contexts(config, warm.chat)
+    trajectories: list[Trajectory] = []
+    for i in order:
+        trajectory = imitation.to_trajectory(
+            demonstrations[i], str(i), warm.chat, contexts, env.system_prompt()
+        )
+        if imitation.longest(trajectory) <= config.learner.row_length:
+            trajectories.append(trajectory)
+        if len(trajectories) == config.critic.pretrain_episodes:
+            break
+    start.update(f"reading the policy at the states of {len(trajectories)} episodes")
+    evidence = state_evidence(config, trajectories, warm.params)
+    if hosts.is_first():
+        # Written under another name first: a killed run must not leave half of it.
+        handle, partial = tempfile.mkstemp(dir=warm.directory, prefix=".partial-")
+        os.close(handle)
+        safetensors.numpy.save_file(evidence, partial)
+        os.replace(partial, kept)
+    return evidence
+
+
+def _fingerprint(config: ml_collections.ConfigDict) -> str:
+    """Hash of what the evidence depends on besides its warm start."""
+    c = config.learner
+    parts = [config.critic.pretrain_episodes, c.row_length, c.max_nodes, c.max_states]
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    digest.update(Path(__file__).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def state_evidence(
