@@ -50,7 +50,7 @@ from focus.rollout import (
     Stopwatch,
     Tally,
 )
-from focus.run import experiment, inputs, plugins, stopping, warm_start
+from focus.run import experiment, head_start, inputs, plugins, stopping, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
     Learned,
@@ -243,9 +243,19 @@ class _Run:
             with start.part("held-out tasks"):
                 latest = await self._evaluate(clock)
                 self.progress.success_before = latest.success
-                self.state = self.trainer.valuation.fit(self.state, latest.trajectories)
+            with clock.phase("critic"):
+                self.state = self._prepare_critic(latest, start)
         self.progress.ledger += Ledger(seconds=clock.seconds)
         return latest
+
+    def _prepare_critic(self, latest: Evaluation, start: Start) -> TrainState:
+        """What the critic can know before the first step."""
+        trainer, c = self.trainer, self.config.critic
+        if not (c.enabled and c.pretrain_episodes):
+            return trainer.valuation.fit(self.state, latest.trajectories)
+        with start.part("critic"):
+            evidence = head_start.load_or_make(self.config, trainer.env, trainer.start, start)
+            return trainer.valuation.pretrain(self.state, evidence)
 
     async def _step(self, ahead: RolloutsAhead, write: Write) -> Evaluation | None:
         """One step of the method, and what is due after it."""

@@ -12,12 +12,12 @@ from report_runs import make_workdir
 from configs import quickstart
 from focus.branching.acquisition import StateFeatures
 from focus.branching.plan import plan
+from focus.branching.prediction import predicted_gains
 from focus.metrics import run_name
 from focus.report import verdict
 from focus.report.earned import against_branches, earned_changes, turning_point
 from focus.report.reasons import choice, reason, sentence
 from focus.report.record import Run, read_run
-from focus.rollout.prediction import predicted_gains
 
 
 def trajectory(values, outcome, rewards=None):
@@ -109,7 +109,7 @@ def test_predicted_gains_of_states_add_up_to_that_of_their_plan(seed):
         features, 300.0, rule="expected_error_reduction", ks=(1, 2, 4), max_picks=16,
         existing_count=jnp.zeros(states, jnp.int32), max_per_state=8,
     )  # fmt: skip
-    gains = predicted_gains(errors, noise, weight, np.asarray(made.count), np.asarray(made.order))
+    gains = np.asarray(predicted_gains(features, made.count, made.order))
     assert np.all((gains > 0) == (np.asarray(made.count) > 0))
     assert gains.sum() == pytest.approx(float(made.gain), rel=1e-3)
     # Slow reference of the sum: the Gaussian posterior over all states at once.
@@ -119,7 +119,7 @@ def test_predicted_gains_of_states_add_up_to_that_of_their_plan(seed):
     inside = covariance[np.ix_(branched, branched)]
     inside = inside + np.diag(noise[branched] / np.asarray(made.count)[branched])
     reduction = np.einsum("sb,bc,sc->s", cross, np.linalg.inv(inside), cross)
-    assert gains.sum() == pytest.approx(weight @ reduction, rel=1e-5)
+    assert gains.sum() == pytest.approx(weight @ reduction, rel=1e-4)
 
 
 def simulated(*, skill, overconfidence=1.0, states=6000, seed=0):

@@ -214,7 +214,7 @@ def branch_gains(branches: Rows) -> Chart:
     """Predicted error reduction per token, by which states were chosen, against what came.
 
     What came is the prediction times the squared standardised residual of the branch mean; see
-    `focus.rollout.prediction`. Groups of equal size in the order of the prediction; bars are
+    `focus.branching.prediction`. Groups of equal size in the order of the prediction; bars are
     95 % intervals of a group's mean.
     """
     title = "Why states were branched"

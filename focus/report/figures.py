@@ -127,6 +127,51 @@ def critic_error(metrics: Rows) -> Chart:
     )
 
 
+def critic_variance(metrics: Rows) -> Chart:
+    """Standardised residuals of fresh branches: are the critic's variances any good?"""
+    return _lines(
+        metrics,
+        "Variances against fresh branches",
+        "variance of standardised residuals",
+        (("critic/residual_variance", "s2", "residuals"),),
+        note=(
+            "Branch mean minus V, over the standard deviation that V and the noise of the outcomes "
+            "should have: 1 where the belief is calibrated, above where it is overconfident."
+        ),
+    )
+
+
+def error_reduction(metrics: Rows) -> Chart:
+    """What refinement took off the squared error, and what it was expected to."""
+    return _lines(
+        metrics,
+        "Error reduction by refinement",
+        "squared error",
+        (
+            ("critic/error_reduction", "s2", "realised"),
+            ("critic/error_reduction_expected", "s4", "expected"),
+        ),
+        note=(
+            "At branched states, each outcome judging the value that all others give. Realised "
+            "below 0: refinement made values worse."
+        ),
+    )
+
+
+def covariance_scales(metrics: Rows) -> Chart:
+    """Scales of the error covariance that were fitted to recent misses."""
+    return _lines(
+        metrics,
+        "What the critic's errors share",
+        "share of V (1 - V)",
+        (
+            ("critic/scale_task", "s1", "states of a task"),
+            ("critic/scale_episode", "s3", "neighbours in an episode"),
+            ("critic/scale_state", "s5", "the state alone"),
+        ),
+    )
+
+
 def policy_panels(metrics: Rows) -> list[Chart]:
     """Entropy, clipping, gradient norm and the gap between engine and trainer."""
     return [

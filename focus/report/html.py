@@ -119,6 +119,9 @@ def sections(run: Run) -> list[tuple[str, str, list[Chart]]]:
             "Critic",
             [
                 figures.critic_error(metrics),
+                figures.critic_variance(metrics),
+                figures.error_reduction(metrics),
+                figures.covariance_scales(metrics),
                 branch_figures.calibration_chart(
                     branches,
                     "value",

@@ -57,7 +57,9 @@ class BranchedState:
       mean: their mean outcome, None if there is none.
       cost_predicted: tokens that one continuation was predicted to generate.
       cost_actual: mean tokens of those with an outcome, None if there is none.
-      noise_var: variance of one outcome, as the plan assumed it.
+      noise_var: variance of one outcome given the state, as the plan assumed it.
+      shift: by how much all evidence moves the value, before it is clipped to its range.
+      outcomes: of the continuations.
       gain: predicted reduction of the weighted epistemic variance, see `predicted_gains`.
     """
 
@@ -76,6 +78,8 @@ class BranchedState:
     cost_actual: float | None
     noise_var: float | None = None
     gain: float | None = None
+    shift: float | None = None
+    outcomes: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -382,6 +386,10 @@ async def _branch(
             env_branchable=agent.env.branchable,
             max_context=agent.engine.info().max_context,
             smallest_bucket=config.state_bucket,
+            rollouts=config.group_size,
+            states=config.max_states,
+            weight=config.weight,
+            siblings=config.siblings,
         )
         started = np.zeros_like(beliefs.branch_count)
         gains = np.zeros(beliefs.branch_count.shape)
@@ -460,8 +468,8 @@ def _branch_stats(
     branches: Sequence[Trajectory],
     gains: np.ndarray,
 ) -> tuple[BranchedState, ...]:
-    refined, variance = beliefs.refine(step.config.refine, step.config.value_range)
-    prior_std = np.linalg.norm(beliefs.error_features, axis=1)
+    refined, variance = beliefs.refine(step.config.refine)
+    prior_variance, noise_var = beliefs.prior()
     of_row: dict[int, list[Trajectory]] = {}
     for row, branch in zip(rows, branches, strict=True):
         of_row.setdefault(row, []).append(branch)
@@ -477,16 +485,18 @@ def _branch_stats(
                 state=state_index,
                 turn=parent.states[state_index].turn,
                 value=float(beliefs.mean[row]),
-                std=float(prior_std[row]),
-                refined=float(refined[row]),
+                std=float(np.sqrt(prior_variance[row])),
+                refined=float(np.clip(refined[row], *step.config.value_range)),
                 refined_std=float(np.sqrt(variance[row])),
                 started=len(members),
                 count=len(scored),
                 mean=float(np.mean([b.outcome for b in scored])) if scored else None,
                 cost_predicted=float(beliefs.cost[row]),
                 cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
-                noise_var=float(beliefs.noise_var[row]),
+                noise_var=float(noise_var[row]),
                 gain=float(gains[row]),
+                shift=float(refined[row] - beliefs.mean[row]),
+                outcomes=tuple(float(b.outcome) for b in scored),
             )
         )
     return tuple(stats)

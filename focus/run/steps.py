@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from focus.branching.budget import Ledger
-from focus.critic.calibration import calibration
+from focus.critic.calibration import calibration, error_reduction, standardised_residuals
 from focus.engine import EngineError
 from focus.learner import hosts
 from focus.learner.packing import PackedRows
@@ -177,18 +177,22 @@ def learn(
     # 4. The critic as it stood before this step's outcomes, refined by branches.
     # 5. The critic learns from old and new evidence.
     with clock.phase("critic"):
-        values = valuation.refine(collected, belief)
+        values = valuation.refine(state, collected, belief)
         against_outcomes = _against_outcomes(collected.tree.base, values.mean)
         batch = assignment.batch(trajectories, version=step)
         if config.critic.enabled:
             new_critic, critic_metrics = valuation.learn(
                 state, trajectories, packed, batch, hidden, belief
             )
+            confidence, misses = valuation.calibrate(state, collected, belief)
             state = dataclasses.replace(state, critic=new_critic)
             if config.critic.values_from != "before":
                 hidden = valuation.features(state, packed, scores)
                 belief = valuation.belief(state, trajectories, hidden, own_fold=True)
-                values = valuation.refine(collected, belief)
+                values = valuation.refine(state, collected, belief)
+            # Only now: what is subtracted from this step's outcomes must not know them.
+            state = dataclasses.replace(state, confidence=confidence)
+            critic_metrics |= misses
         else:
             critic_metrics = {}
 
@@ -374,12 +378,24 @@ def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
         report = calibration(
             *(np.array([getattr(s, n) for s in branched]) for n in ("value", "mean", "count"))
         )
+        columns = {
+            name: np.array([getattr(s, name) for s in branched])
+            for name in ("value", "std", "shift", "refined_std", "noise_var", "mean", "count")
+        }
+        value, tau2, noise = columns["value"], columns["std"] ** 2, columns["noise_var"]
+        residuals = standardised_residuals(value, tau2, noise, columns["mean"], columns["count"])
+        outcomes = np.full((len(branched), max(s.count for s in branched)), np.nan)
+        for row, stat in zip(outcomes, branched):
+            row[: stat.count] = stat.outcomes
+        refined = value + columns["shift"], columns["refined_std"] ** 2
+        reduction = error_reduction(value, tau2, *refined, noise, outcomes)
         costs = [(s.cost_predicted * s.count, s.cost_actual * s.count) for s in branched]
         predicted, actual = np.sum(costs, axis=0)
         metrics |= {
             "critic/error": float(report["value_mse"]),
             "critic/brier": float(report["brier"]),
             "critic/calibration_error": float(report["calibration_error"]),
+            **{f"critic/{name}": number for name, number in (residuals | reduction).items()},
             "branches/cost_ratio": float(predicted / max(actual, 1)),
         }
     return metrics
