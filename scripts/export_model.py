@@ -6,47 +6,47 @@ python scripts/export_model.py --config configs/quickstart_sglang.py --out model
 
 import sys
 
-from absl import app, flags, logging
-from ml_collections import config_flags
-
 from focus.formats import hf
 from focus.formats.hf_config import DTYPES
-from focus.run import experiment, warm_start
+from focus.run import experiment, plugins, warm_start
+from focus.run.command_line import Parser, checkpoint
 from focus.run.restored import restore_run
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "Of a run: writes the policy that it starts from.", lock_config=True
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Of a run: writes the policy that it trained.")
-_STEP = flags.DEFINE_string("step", "latest", "latest, best, or the number of a checkpoint.")
-_OUT = flags.DEFINE_string("out", None, "Directory to write.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", sorted(DTYPES), "Of the weights that are written.")
+
+def flags():
+    """The command line, read."""
+    parser = Parser(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    parser.add_config("of a run, to write the policy that it starts from", to=source)
+    source.add_argument("--workdir", help="of a run, to write the policy that it trained")
+    parser.add_argument("--step", type=checkpoint, default="latest", help=checkpoint.__doc__)
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument(
+        "--dtype", default="float32", choices=sorted(DTYPES), help="of the weights in the file"
+    )
+    return parser.parse_args()
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
-    if (_CONFIG.value is None) == (_WORKDIR.value is None):
-        raise app.UsageError("give either --workdir, of a run, or --config")
-    logging.set_verbosity(logging.WARNING)  # of libraries that use absl
+def main():
+    options = flags()
     try:
-        if _WORKDIR.value is not None:
-            step = int(_STEP.value) if _STEP.value.isdigit() else _STEP.value
-            run = restore_run(_WORKDIR.value, step)
+        if options.workdir:
+            run = restore_run(options.workdir, options.step)
             model, params, chat = run.trainer.model, run.plain_params(), run.trainer.start.chat
             what = f"weights after {run.step} training steps"
         else:
-            config = _CONFIG.value
+            config = options.config
+            plugins.load(config.plugins)
             experiment.validate(config)
             start = warm_start.load_or_make(config, experiment.make_env(config))
             model, params, chat = experiment.model_config(config), start.params, start.chat
             what = "weights before training"
-        hf.save_checkpoint(_OUT.value, model, params, dtype=_DTYPE.value)
-        hf.save_tokenizer(_OUT.value, chat)
+        hf.save_checkpoint(options.out, model, params, dtype=options.dtype)
+        hf.save_tokenizer(options.out, chat)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    print(f"{_OUT.value}: {what}, contexts of {model.max_context} tokens, {_DTYPE.value}")
+    print(f"{options.out}: {what}, contexts of {model.max_context} tokens, {options.dtype}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

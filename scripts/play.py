@@ -7,36 +7,40 @@ python scripts/play.py --workdir runs/focus --show 12/3.0
 import shutil
 import sys
 
-from absl import app, flags, logging
-
 from focus.report.text import episode_lines
+from focus.run.command_line import Parser, checkpoint
 from focus.run.play import play_episode, recorded_episode
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run.", required=True)
-_STEP = flags.DEFINE_string("step", "latest", "latest, best, or the number of a checkpoint.")
-_SPLIT = flags.DEFINE_enum("split", "heldout", ["heldout", "train"], "Where the task is from.")
-_TASK = flags.DEFINE_string("task", "0", "Id of a task, or its place in the split.")
-_TEMPERATURE = flags.DEFINE_float("temperature", None, "Default: the config's; 0 is greedy.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of sampling.")
-_SHOW = flags.DEFINE_string("show", None, "Id of a recorded rollout; nothing is played then.")
+
+def flags():
+    """The command line, read."""
+    parser = Parser(__doc__)
+    parser.add_argument("--workdir", required=True, help="directory of a run")
+    parser.add_argument("--step", type=checkpoint, default="latest", help=checkpoint.__doc__)
+    parser.add_argument(
+        "--split", default="heldout", choices=("heldout", "train"), help="where the task is from"
+    )
+    parser.add_argument("--task", default="0", help="id of a task, or its place in the split")
+    parser.add_argument("--temperature", type=float, help="default: the config's; 0 is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--show", help="id of a recorded rollout; nothing is played then")
+    return parser.parse_args()
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # of libraries that use absl
+def main():
+    options = flags()
     try:
-        if _SHOW.value is not None:
-            step, episode = recorded_episode(_WORKDIR.value, _SHOW.value)
-            title = f"rollout {_SHOW.value} of training step {step}"
+        if options.show is not None:
+            step, episode = recorded_episode(options.workdir, options.show)
+            title = f"rollout {options.show} of training step {step}"
         else:
             step, episode = play_episode(
-                _WORKDIR.value,
-                step=int(_STEP.value) if _STEP.value.isdigit() else _STEP.value,
-                split=_SPLIT.value,
-                task=_TASK.value,
-                temperature=_TEMPERATURE.value,
-                seed=_SEED.value,
+                options.workdir,
+                step=options.step,
+                split=options.split,
+                task=options.task,
+                temperature=options.temperature,
+                seed=options.seed,
             )
             title = f"weights after {step} training steps"
     except (ValueError, OSError) as error:
@@ -46,4 +50,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

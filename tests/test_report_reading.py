@@ -12,9 +12,9 @@ from report_runs import make_workdir
 from configs import quickstart
 from focus.branching.acquisition import StateFeatures
 from focus.branching.plan import plan
+from focus.metrics import run_name
 from focus.report import verdict
 from focus.report.earned import against_branches, earned_changes, turning_point
-from focus.report.names import run_name
 from focus.report.reasons import choice, reason, sentence
 from focus.report.record import Run, read_run
 from focus.rollout.prediction import predicted_gains

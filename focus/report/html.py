@@ -9,10 +9,10 @@ from typing import Any
 
 import jinja2
 
+from focus.metrics import run_name
 from focus.report import branch_figures, figures, heldout, trees, verdict
 from focus.report.intervals import normal_interval
 from focus.report.ledger import flatten, format_number, ledger, seconds_by_phase
-from focus.report.names import run_name
 from focus.report.record import Run, read_run
 from focus.report.svg import Chart
 

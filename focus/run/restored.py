@@ -9,10 +9,12 @@ from typing import Any
 
 import ml_collections
 
+from focus.learner import compilations
 from focus.learner.checkpoint import Checkpointer
 from focus.learner.state import TrainState
-from focus.run import experiment, warm_start
+from focus.run import experiment, inputs, plugins, warm_start
 from focus.run.trainer import Trainer
+from focus.terminal import Start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +51,42 @@ def read_config(workdir: str | Path) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(json.loads(path.read_text()))
 
 
-def restore_run(workdir: str | Path, step: int | str = "latest") -> RestoredRun:
+def restore_run(
+    workdir: str | Path,
+    step: int | str = "latest",
+    *,
+    start: Start | None = None,
+    **evaluate: Any,
+) -> RestoredRun:
     """Opens a checkpoint of a run; the run's directory is only read.
 
     Args:
       workdir: of the run.
       step: "latest", "best" or the number of a checkpoint.
+      start: says how far it is; None: nobody does.
+      **evaluate: keys of `config.evaluate` that are to differ from the run's; None leaves them.
 
     Raises:
-      ValueError: no run there, or no such checkpoint.
+      ValueError: no run there, no such checkpoint, more tasks than there are, or other contents
+        of the files that the run reads.
     """
-    config = read_config(workdir)
+    config, start = read_config(workdir), start or Start(quiet=True)
+    config.evaluate.update({key: value for key, value in evaluate.items() if value is not None})
+    compilations.keep(experiment.cache_dir(config) / "jax")
+    plugins.load_kept(workdir)
     experiment.validate(config)
-    env = experiment.make_env(config)
-    trainer = Trainer(config, env, warm_start.load_or_make(config, env))
-    checkpointer = Checkpointer(workdir)
-    try:
-        restored = checkpointer.restore(trainer.init_state(), step=step)
-    finally:
-        checkpointer.close()
+    with start.part("tasks"):
+        inputs.check(inputs.find(config), workdir)
+        env = experiment.make_env(config)
+        experiment.heldout_tasks(config, env)  # refuses more than there are
+    with start.part("warm start"):
+        warm = warm_start.load_or_make(config, env, start)
+    with start.part("compiling"):
+        trainer = Trainer(config, env, warm)
+    with start.part("checkpoint"):
+        checkpointer = Checkpointer(workdir)
+        try:
+            restored = checkpointer.restore(trainer.init_state(), step=step)
+        finally:
+            checkpointer.close()
     return RestoredRun(config, trainer, restored.state, restored.step)
