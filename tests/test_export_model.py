@@ -97,7 +97,7 @@ def test_its_chat_template_says_what_the_agent_says(exported):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ((), "give either --workdir, of a run, or --config"),
+        ((), "one of the arguments --config --workdir is required"),
         (("--workdir=nowhere",), "no run in nowhere"),
     ],
 )
