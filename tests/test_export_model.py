@@ -107,3 +107,17 @@ def test_what_cannot_be_written_is_said_in_a_line(tmp_path, flags, said):
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert said in done.stdout + done.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_adapters_are_merged_into_what_is_exported(finished, tmp_path):
+    run = finished("grpo", **{"learner.lora.rank": 2})
+    export(run.workdir, tmp_path / "model")
+    restored = restore_run(run.workdir)
+    _, params = hf.load_checkpoint(tmp_path / "model")
+    merged = restored.trainer.rollout_params(restored.state)
+    start = restored.trainer.start.params
+    changed = 0
+    for ours, theirs, before in zip(*map(jax.tree.leaves, (merged, params, start)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        changed += np.any(np.asarray(theirs) != before)
+    assert changed, "the adapters have not moved the model"

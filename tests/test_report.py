@@ -433,3 +433,23 @@ def test_page_runs_in_a_browser_without_errors(workdir, tmp_path):
     assert rollouts and f"{rollouts} of {rollouts} rollouts" in done.stdout
     details = re.findall(r'<details class="(?:task"|rollout)[^>]*>', done.stdout)
     assert details and all(" open" in tag for tag in details)
+
+
+def test_a_summary_stands_beside_the_turns_that_it_replaced(workdir, page):
+    turns, seen = Outline(page).turns, 0
+    for record in read_run(workdir).trees:
+        for t in record["trajectories"]:
+            start = 0
+            for j, segment in enumerate(t["segments"]):
+                if segment["summary"] is None:
+                    continue
+                seen += 1
+                text = "".join(turns[f"{t['id']}:{j}"])
+                replaced = text[text.index("what it replaced") :]
+                first, last = t["states"][start]["turn"], t["states"][j]["turn"]
+                assert f"turns {first} to {last}" in replaced
+                for place, other in enumerate(t["segments"]):
+                    inside = start <= place <= j
+                    assert (f"> {other['text']}\n{other['observation']}" in replaced) == inside
+                start = j + 1
+    assert seen > 2
