@@ -14,7 +14,7 @@ from focus.report import (
     write_evaluation,
     write_trees,
 )
-from focus.rollout.controller import BranchedState
+from focus.rollout.branched import BranchedState
 from focus.tasks.base import Task
 from focus.types import Generation, RolloutTree, Segment, State, Trajectory
 

@@ -81,6 +81,16 @@ def test_reasons_are_the_arithmetic_of_the_refinement():
     assert "of its 1 branch:" in sentence(row(count=1, mean=0.0))
 
 
+def test_the_recorded_weight_and_the_states_that_pulled_are_named():
+    """A joint belief weighs a state's own branches less than the critic alone would."""
+    told = row(refined=0.31, weight=0.2, pulls=[["3/1.0", 4, -0.25], ["3/2.0", 0, 0.001]])
+    why = reason(told)
+    assert why.weight == 0.2 and why.alone == pytest.approx(0.6)
+    text = sentence(told)
+    assert "weigh 20 %" in text and "pull it by −0.29, most of it −0.25 by 3/1.0 state 4." in text
+    assert "3/2.0" not in text
+
+
 def test_rows_of_older_runs_have_reasons_without_a_prediction():
     old = {k: v for k, v in row().items() if k not in ("gain", "noise_var")}
     why = reason(old)

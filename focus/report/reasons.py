@@ -20,7 +20,8 @@ class Reason:
     """How a branched state's value came about.
 
     Attributes:
-      weight: of the state's own branches against the critic, `tau2 / (tau2 + noise2 / k)`.
+      weight: of the state's own branches in V*, as recorded; in runs that did not, against the
+        critic alone, `tau2 / (tau2 + noise2 / k)`.
       alone: where they alone would put V*, `V + weight (m - V)`.
       pull: by how much the branches of other states moved it from there.
       surprise: standardised residual of the branch mean; its square is 1 on average where the
@@ -55,7 +56,8 @@ def reason(row: Mapping[str, Any]) -> Reason | None:
         return None
     noise = noise_variance(row) / row["count"]
     variance = row["std"] ** 2
-    weight = variance / (variance + noise)
+    weight = row.get("weight")
+    weight = variance / (variance + noise) if weight is None else weight
     residual = row["mean"] - row["value"]
     alone = row["value"] + weight * residual
     surprise = residual / (variance + noise) ** 0.5
@@ -85,6 +87,12 @@ def sentence(row: Mapping[str, Any]) -> str | None:
     )
     if abs(why.pull) >= TELLING / 2:
         text += f"; branches of other states pull it by {signed(why.pull)}"
+        named = [
+            f"{signed(pull)} by {trajectory} state {state}"
+            for trajectory, state, pull in row.get("pulls") or ()
+            if abs(pull) >= TELLING / 10
+        ]
+        text += f", most of it {', '.join(named)}" if named else ""
     return text + "."
 
 

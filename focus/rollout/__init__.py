@@ -4,9 +4,9 @@ from focus.rollout.accounting import Stopwatch, ledger_of
 from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed
 from focus.rollout.ahead import RolloutsAhead
 from focus.rollout.belief import StateBeliefs, make_beliefs, uninformed_scores
+from focus.rollout.branched import BranchedState
 from focus.rollout.controller import (
     BaseRollouts,
-    BranchedState,
     Collected,
     StepPlay,
     collect,

@@ -144,6 +144,10 @@ class StateBeliefs:
         refined, variance = jax.device_get((refined, variance))
         return np.where(self.exists, np.clip(refined, *value_range), 0.0), variance
 
+    def posterior(self) -> tuple[Any, np.ndarray]:
+        """Error features after all evidence, and the variance of one outcome; NumPy."""
+        return jax.device_get(_after(*self._arguments(), grid=self.grid))
+
     def features(self, value_range: tuple[float, float]) -> StateFeatures:
         """What the next round plans with: every outcome so far is in it.
 

@@ -15,7 +15,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from focus.branching.plan import Plan
 from focus.rollout.accounting import Stopwatch, ledger_of, recomputed_share
 from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed, unplayed
 from focus.rollout.belief import StateBeliefs, make_beliefs
+from focus.rollout.branched import BranchedState, branched_states
 from focus.rollout.pool import Patience, Pool, Slots, TokenAccount
 from focus.rollout.step import NO_BRANCHES, EpisodeCost, StepConfig
 from focus.rollout.tools import ToolUse
@@ -37,53 +37,6 @@ Screen = Callable[[Trajectory], str | None]
 
 # Most tasks of one step, whatever they cost: those that cost nothing would never end.
 MOST_GROUPS = 256
-
-
-@dataclasses.dataclass(frozen=True)
-class BranchedState:
-    """What branching one state has brought.
-
-    Attributes:
-      trajectory: id of the base rollout.
-      task_id: its task.
-      state: index of the state.
-      turn: environment turns before it.
-      value: critic mean before the branches.
-      std: its epistemic standard deviation.
-      refined: value after all branches of the step.
-      refined_std: what is left of the deviation.
-      started: continuations played.
-      count: those with an outcome.
-      mean: their mean outcome, None if there is none.
-      cost_predicted: tokens that one continuation was predicted to generate.
-      cost_actual: mean tokens of those with an outcome, None if there is none.
-      noise_var: variance of one outcome given the state, as the plan assumed it.
-      shift: by how much all evidence moves the value, before it is clipped to its range.
-      outcomes: of the continuations.
-      gain: predicted reduction of the weighted epistemic variance, see `predicted_gains`.
-    """
-
-    trajectory: str
-    task_id: str
-    state: int
-    turn: int
-    value: float
-    std: float
-    refined: float
-    refined_std: float
-    started: int
-    count: int
-    mean: float | None
-    cost_predicted: float
-    cost_actual: float | None
-    noise_var: float | None = None
-    gain: float | None = None
-    shift: float | None = None
-    outcomes: tuple[float, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +373,8 @@ async def _branch(
         rows += new_rows
         branches += new
     with clock.phase("controller"):
-        stats = _branch_stats(step, base, beliefs, rows, branches, gains)
+        kept = [step.screen(branch) is None for branch in branches]
+        stats = branched_states(config, base, beliefs, rows, branches, kept, gains)
     return _Branched(beliefs, tuple(plans), tuple(branches), stats)
 
 
@@ -458,45 +412,3 @@ async def _play_round(
         state = parent.states[state_index]
         pool.submit(functools.partial(play, agent, state, rollout, account))
     return await pool.join()
-
-
-def _branch_stats(
-    step: StepPlay,
-    base: Sequence[Trajectory],
-    beliefs: StateBeliefs,
-    rows: Sequence[int],
-    branches: Sequence[Trajectory],
-    gains: np.ndarray,
-) -> tuple[BranchedState, ...]:
-    refined, variance = beliefs.refine(step.config.refine)
-    prior_variance, noise_var = beliefs.prior()
-    of_row: dict[int, list[Trajectory]] = {}
-    for row, branch in zip(rows, branches, strict=True):
-        of_row.setdefault(row, []).append(branch)
-    stats = []
-    for row, members in sorted(of_row.items()):
-        trajectory_index, state_index = (int(i) for i in beliefs.index[row])
-        scored = [b for b in members if b.outcome is not None and not step.screen(b)]
-        parent = base[trajectory_index]
-        stats.append(
-            BranchedState(
-                trajectory=parent.id,
-                task_id=parent.task_id,
-                state=state_index,
-                turn=parent.states[state_index].turn,
-                value=float(beliefs.mean[row]),
-                std=float(np.sqrt(prior_variance[row])),
-                refined=float(np.clip(refined[row], *step.config.value_range)),
-                refined_std=float(np.sqrt(variance[row])),
-                started=len(members),
-                count=len(scored),
-                mean=float(np.mean([b.outcome for b in scored])) if scored else None,
-                cost_predicted=float(beliefs.cost[row]),
-                cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
-                noise_var=float(noise_var[row]),
-                gain=float(gains[row]),
-                shift=float(refined[row] - beliefs.mean[row]),
-                outcomes=tuple(float(b.outcome) for b in scored),
-            )
-        )
-    return tuple(stats)

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from focus.branching.budget import Ledger
 from focus.engine.protocol import EngineError
 from focus.rollout.accounting import reuse_by_kind
-from focus.rollout.controller import BranchedState, Collected
+from focus.rollout.branched import BranchedState
+from focus.rollout.controller import Collected
 from focus.rollout.staleness import Freshness, Versions
 from focus.types import Trajectory
 
