@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import shutil
 
 import lab_fakes
 import numpy as np
@@ -185,6 +186,20 @@ def test_a_finished_cell_is_not_run_again(tmp_path):
     cell(tmp_path, make_run=refuse)(quiet)
 
 
+@pytest.mark.parametrize("change", [{"seeds": 13}, {"steps": 5}, {"seed": 1}])
+def test_a_cell_of_other_settings_is_refused(tmp_path, change):
+    cell(tmp_path)(quiet)
+    with pytest.raises(ValueError, match="was computed for another .* delete that directory"):
+        cell(tmp_path, **change)(quiet)
+
+
+def test_a_label_that_means_something_else_is_refused(tmp_path):
+    cell(tmp_path)(quiet)
+    other = dataclasses.replace(lab_fakes.ARMS["fast"], speed=0.3)
+    with pytest.raises(ValueError, match="another 'easy bonus=0.1' or 'fast'"):
+        Cell(WORLD, other, SETTINGS, tmp_path, lab_fakes.make_run).claim()
+
+
 def test_a_damaged_cell_is_named_and_can_be_computed_anew(tmp_path):
     job = cell(tmp_path)
     job(quiet)
@@ -192,7 +207,7 @@ def test_a_damaged_cell_is_named_and_can_be_computed_anew(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"runs\.npz is damaged .* delete its directory"):
         job.read()
-    job.forget()
+    shutil.rmtree(job.directory)
     job(quiet)
     assert job.read().sweep.learning_rate == 3.0
     (job.directory / "sweep.json").write_text("{")

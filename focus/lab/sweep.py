@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from focus.lab import statistics
 from focus.lab.jobs import Note
 from focus.lab.specs import WorldSpec, slug
 
+IDENTITY_FILE = "cell.json"
 SWEEP_FILE = "sweep.json"
 RUNS_FILE = "runs.npz"
 # Between the seeds of `seed=N` and `seed=N + 1`; the upper half of each is the sweep's.
@@ -215,11 +215,34 @@ class Cell:
         """Whether nothing is left to do."""
         return (self.directory / RUNS_FILE).is_file()
 
+    def claim(self) -> None:
+        """Makes the directory this cell's, or checks that it is.
+
+        Raises:
+          ValueError: another world or arm had this label, or it was run in another way.
+        """
+        path = self.directory / IDENTITY_FILE
+        identity = {
+            "world": [self.world.name, dict(self.world.options)],
+            "arm": dataclasses.asdict(self.arm),
+            "settings": dataclasses.asdict(self.settings),
+        }
+        text = json.dumps(identity, default=str, sort_keys=True, indent=1)
+        if not path.is_file():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text)
+        elif path.read_text() != text:
+            raise ValueError(
+                f"{self.directory} was computed for another {self.world.label!r} or "
+                f"{self.arm.name!r} (see {IDENTITY_FILE} there): give this one another label, or "
+                "delete that directory"
+            )
+
     def __call__(self, note: Note) -> None:
         """Runs what is left of the cell."""
+        self.claim()
         if self.finished:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
         started, s = time.monotonic(), self.settings
         run = _Chunked(self.make_run, self.world, self.arm, s)
         kept = _read_sweep(self.directory)
@@ -278,10 +301,6 @@ class Cell:
         # A single learning rate was taken as it is: there is no sweep, and no worth of it.
         sweep = best_of(auc) if auc else Sweep((rate,), (float("nan"),), 0)
         return CellResult(self.world, self.arm.name, sweep, curves, seconds)
-
-    def forget(self) -> None:
-        """Removes what the cell has finished."""
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def result_row(result: CellResult, settings: Settings) -> dict[str, Any]:
