@@ -13,6 +13,7 @@ ALLOWED = {
     "credit": {"types"},
     "branching": {"types", "credit"},
     "critic": {"types", "credit", "branching"},
+    "lab": {"types", "credit", "branching", "critic"},
     "policy": {"types"},
     "learner": {"types", "credit", "branching", "critic", "policy", "journal"},
     "tasks": {"types"},
