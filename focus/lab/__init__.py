@@ -1,1 +1,1 @@
-"""Worlds with exact values, the whole loop jitted over seeds, and what is measured in them."""
+"""Worlds with exact values, and the whole method in them: questions answered with many seeds."""
