@@ -199,7 +199,7 @@ class ProgressBar:
             parts.append("tokens " + " ".join(kinds))
         done = finished - self._start_step
         seconds = (self._clock() - self._started) / max(done, 1) * (self._num_steps - finished)
-        parts.append(f"{_short_time(seconds)} left")
+        parts.append(f"{short_time(seconds)} left")
         return "  ".join(parts)
 
 
@@ -267,7 +267,8 @@ def _short_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def _short_time(seconds: float) -> str:
+def short_time(seconds: float) -> str:
+    """3:07 or 1:02:59."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -88,7 +88,6 @@ def sweeps(table: Table) -> list[Record]:
             "auc": list(sweep.auc) if len(sweep.auc) > 1 else [],
             "learning_rate": sweep.learning_rate,
             "at_border": sweep.at_border,
-            "seconds": table[world, arm].seconds,
         }
         for world in table.worlds
         for arm in table.arms
@@ -148,28 +147,38 @@ def profiles(table: Table) -> Record:
     return {"thresholds": thresholds.tolist(), "arms": rows}
 
 
-def matched_dose(table: Table) -> list[Record]:
-    """Every arm as far as the smallest dose of its world.
+def cells(table: Table) -> list[Record]:
+    """Every arm in every world in a line: what it reached, and what that took.
 
-    Dose is what an arm has trained on: tokens with an advantage that is not zero. Each run's
-    success is averaged over its dose from 0 to the smallest total (mean over seeds) of all arms in
-    that world, as if it had been stopped there. A run that ends below it stays where it ended.
+    `auc` and its interval, success at the end, tokens generated and dose of a whole run, and
+    `dose_auc`: the area as far as the smallest dose of the world. Dose is what an arm has trained
+    on, tokens with an advantage that is not zero; each run's success is averaged over its dose
+    from 0 to the smallest total (mean over seeds) of all arms in that world, as if it had been
+    stopped there. A run that ends below it stays where it ended.
     """
     rows = []
     for world in table.worlds:
         doses = {arm: _cumulative(table[world, arm].curves["dose"]) for arm in table.arms}
         limit = min(float(np.mean(dose[:, -1])) for dose in doses.values())
         for arm in table.arms:
-            success = table[world, arm].curves["success"].astype(np.float64)
+            cell = table[world, arm]
+            success = cell.curves["success"].astype(np.float64)
             at = np.linspace(0, limit, 4 * success.shape[1])
-            score = [area(np.interp(at, d, s)) for d, s in zip(doses[arm], success)]
+            matched = [area(np.interp(at, d, s)) for d, s in zip(doses[arm], success)]
+            tokens = np.sum(cell.curves["tokens"], axis=1, dtype=np.float64)
             rows.append(
                 {
                     "world": world,
                     "arm": arm,
+                    "learning_rate": cell.sweep.learning_rate,
+                    "at_border": cell.sweep.at_border,
+                    **estimate_fields("auc", interval(statistics.mean, cell.scores)),
+                    "final": float(np.mean(success[:, -1])),
+                    "tokens": float(np.mean(tokens)),
+                    "dose_tokens": float(np.mean(doses[arm][:, -1])),
                     "dose": limit,
-                    "total_dose": float(np.mean(doses[arm][:, -1])),
-                    **estimate_fields("auc", interval(statistics.mean, np.array(score))),
+                    **estimate_fields("dose_auc", interval(statistics.mean, np.array(matched))),
+                    "seconds": cell.seconds,
                 }
             )
     return rows
@@ -285,4 +294,35 @@ def regime(
                 **estimate_fields("selected", selected),
             }
         )
+    return rows
+
+
+def error_reduction(table: Table, rules: Mapping[str, str]) -> list[Record]:
+    """By how much branches lowered the exact error of the values, per 1,000 tokens of branches.
+
+    Of every arm that branched: the sum over all steps, divided by the tokens of its branches.
+
+    Args:
+      table: cells.
+      rules: arm -> its acquisition rule.
+    """
+    rows = []
+    for world in table.worlds:
+        for arm in table.arms:
+            fields = table[world, arm].curves
+            if "error_before" not in fields:
+                continue
+            gain = fields["error_before"].astype(np.float64) - fields["error_after"]
+            spent = np.sum(fields["branch_tokens"], axis=1, dtype=np.float64)
+            if not np.any(spent):
+                continue
+            found = interval(statistics.mean_ratio, 1000 * np.sum(gain, axis=1), spent)
+            rows.append(
+                {
+                    "world": world,
+                    "arm": arm,
+                    "rule": rules.get(arm, "none"),
+                    **estimate_fields("reduction", found),
+                }
+            )
     return rows

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +72,15 @@ def read_world(text: str, worlds: Mapping[str, Callable[..., Any]]) -> WorldSpec
       worlds: `focus.lab.worlds.WORLDS`.
 
     Raises:
-      ValueError: an unknown world, or an option that its builder does not have; `seed` is one it
-        has, and every run's own.
+      ValueError: an unknown world, an option that its builder does not have (`seed` is every run's
+        own), or a value out of range.
     """
     label, name, options = read_spec(text, "world", worlds)
     takes = sorted(set(inspect.signature(worlds[name]).parameters) - {"seed"})
     unknown = sorted(set(options) - set(takes))
     if unknown:
         raise ValueError(f"world {name} has no option {', '.join(unknown)}; it has {takes}")
+    jax.eval_shape(functools.partial(worlds[name], **options))  # builds nothing, refuses values
     return WorldSpec(name, tuple(options.items()), label)
 
 
