@@ -18,6 +18,7 @@ The policy sees less than the world holds: it has one row of logits for all stat
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from typing import Any
 
@@ -230,6 +231,21 @@ def seed_key(seed: Array | int) -> Array:
     return jax.random.key(jnp.asarray(seed, jnp.uint32))
 
 
+def draw_bits(key: Array, *shape: int) -> Array:
+    """Uniform uint32; drawn flat, because XLA takes ten times as long to compile other shapes."""
+    return jax.random.bits(key, (math.prod(shape),)).reshape(shape)
+
+
+def draw_whole(key: Array, bound: int, *shape: int) -> Array:
+    """Uniform int32 in [0, bound), for small bounds."""
+    return (draw_bits(key, *shape) % np.uint32(bound)).astype(jnp.int32)
+
+
+def draw_normal(key: Array, *shape: int) -> Array:
+    """Standard normal float32."""
+    return jax.random.normal(key, (math.prod(shape),)).reshape(shape)
+
+
 def initial_logits(key: Array, right: Array, num_actions: int, p0: float) -> Array:
     """A policy that prefers the right action of every row, more or less.
 
@@ -246,6 +262,6 @@ def initial_logits(key: Array, right: Array, num_actions: int, p0: float) -> Arr
     Returns:
       [R, A] logits.
     """
-    noise = 0.3 * jax.random.normal(key, (right.shape[0], num_actions))
+    noise = 0.3 * draw_normal(key, right.shape[0], num_actions)
     lead = np.log((num_actions - 1) * p0 / (1 - p0))
     return noise + lead * jax.nn.one_hot(right, num_actions)
