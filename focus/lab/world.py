@@ -226,6 +226,13 @@ def share(world: str, option: str, value: Any, *, inside: bool = False) -> float
     return float(value)
 
 
+def flag(world: str, option: str, value: Any) -> bool:
+    """An option that is True or False, or a ValueError that says so."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{world}: {option}={value!r} must be True or False")
+    return value
+
+
 def seed_key(seed: Array | int) -> Array:
     """The key of a world's seed, the same for an int and for an array that holds it."""
     return jax.random.key(jnp.asarray(seed, jnp.uint32))
