@@ -176,3 +176,26 @@ def policy_gradient(world: World, policy: Array) -> Array:
     """
     flow = occupancy(world, policy)[..., None] * values(world, policy).a
     return policy * jnp.zeros_like(policy).at[world.policy_row].add(flow)
+
+
+def goal_distance(world: World) -> Array:
+    """Turns to a success on the shortest way there is, whatever its probability.
+
+    Args:
+      world: one world.
+
+    Returns:
+      [T + 1, N], at least 1; inf where none leads there, and behind the last layer.
+    """
+
+    def layer(distance, x):
+        next_state, prob, reward, done = x
+        way = jnp.where(done, jnp.where(reward > 0, 1.0, jnp.inf), 1 + distance[next_state])
+        distance = jnp.min(jnp.where(prob > 0, way, jnp.inf), axis=(-2, -1))
+        return distance, distance
+
+    end = jnp.full(world.num_states, jnp.inf)
+    _, distance = jax.lax.scan(
+        layer, end, (world.next_state, world.prob, world.reward, world.done), reverse=True
+    )
+    return jnp.concatenate([distance, end[None]])

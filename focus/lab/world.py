@@ -18,6 +18,7 @@ The policy sees less than the world holds: it has one row of logits for all stat
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from typing import Any
 
@@ -225,9 +226,31 @@ def share(world: str, option: str, value: Any, *, inside: bool = False) -> float
     return float(value)
 
 
+def flag(world: str, option: str, value: Any) -> bool:
+    """An option that is True or False, or a ValueError that says so."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{world}: {option}={value!r} must be True or False")
+    return value
+
+
 def seed_key(seed: Array | int) -> Array:
     """The key of a world's seed, the same for an int and for an array that holds it."""
     return jax.random.key(jnp.asarray(seed, jnp.uint32))
+
+
+def draw_bits(key: Array, *shape: int) -> Array:
+    """Uniform uint32; drawn flat, because XLA takes ten times as long to compile other shapes."""
+    return jax.random.bits(key, (math.prod(shape),)).reshape(shape)
+
+
+def draw_whole(key: Array, bound: int, *shape: int) -> Array:
+    """Uniform int32 in [0, bound), for small bounds."""
+    return (draw_bits(key, *shape) % np.uint32(bound)).astype(jnp.int32)
+
+
+def draw_normal(key: Array, *shape: int) -> Array:
+    """Standard normal float32."""
+    return jax.random.normal(key, (math.prod(shape),)).reshape(shape)
 
 
 def initial_logits(key: Array, right: Array, num_actions: int, p0: float) -> Array:
@@ -246,6 +269,6 @@ def initial_logits(key: Array, right: Array, num_actions: int, p0: float) -> Arr
     Returns:
       [R, A] logits.
     """
-    noise = 0.3 * jax.random.normal(key, (right.shape[0], num_actions))
+    noise = 0.3 * draw_normal(key, right.shape[0], num_actions)
     lead = np.log((num_actions - 1) * p0 / (1 - p0))
     return noise + lead * jax.nn.one_hot(right, num_actions)

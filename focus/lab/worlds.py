@@ -11,7 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from focus.lab.chains import fork_chain
+from focus.lab.chains import fork_chain, noisy_forks
+from focus.lab.compaction import compaction
+from focus.lab.grid import grid_trap
+from focus.lab.tool_search import tool_search
 from focus.lab.world import ANSWER, CALL, SUMMARY, World, check, reset, step
 
 __all__ = [
@@ -21,14 +24,23 @@ __all__ = [
     "WORLDS",
     "World",
     "check",
+    "compaction",
     "fork_chain",
+    "grid_trap",
     "make_world",
+    "noisy_forks",
     "reset",
     "step",
+    "tool_search",
+    "world_options",
 ]
 
 WORLDS: dict[str, Callable[..., World]] = {
     "fork_chain": fork_chain,
+    "noisy_forks": noisy_forks,
+    "grid_trap": grid_trap,
+    "tool_search": tool_search,
+    "compaction": compaction,
 }
 
 
