@@ -27,11 +27,11 @@ SMALL = {
     "chain_late": ("fork_chain", dict(tasks=3, length=8, forks=3, rows=5, delay=3)),
     "chain_never": ("fork_chain", dict(tasks=2, length=6, forks=3, rows=4, delay=99)),
     "noisy": ("noisy_forks", dict(tasks=3, length=8, forks=3, rows=5, delay=2, width=4)),
-    "grid": ("grid_trap", dict(tasks=5, size=4, length=12)),
+    "grid": ("grid_trap", dict(tasks=5, size=4, length=12, slip=0.5, noise=0.5)),
     "grid_firm": ("grid_trap", dict(tasks=5, size=5, length=12, slip=0)),
     "search": ("tool_search", dict(tasks=3, hops=2, length=7, rows=4)),
     "search_seen": ("tool_search", dict(tasks=3, hops=2, length=7, rows=4, visible=True)),
-    "compaction": ("compaction", dict(tasks=3, spans=3, span_length=2, rows=4)),
+    "compaction": ("compaction", dict(tasks=3, spans=3, span_length=2, rows=4, noise=0.5)),
     "compaction_hidden": ("compaction", dict(tasks=3, spans=2, rows=4, visible=False)),
 }
 
@@ -50,13 +50,14 @@ def small(case, seed=0):
 @functools.partial(jax.jit, static_argnums=2)
 def play(world, policy, episodes, seed=0):
     """[T, episodes] states, and whether they were still played, and [episodes] outcomes."""
-    key, task_key = jax.random.split(jax.random.key(seed))
-    task = jax.random.randint(task_key, (episodes,), 0, world.num_tasks)
+    key = jax.random.key(seed)
+    task = jnp.arange(episodes) % world.num_tasks
 
     def turn(carry, t):
         state, alive, outcome, key = carry
         key, act_key, step_key = jax.random.split(key, 3)
-        action = jax.random.categorical(act_key, jnp.log(policy)[world.policy_row[t, state]])
+        below = jnp.cumsum(policy[world.policy_row[t, state]], axis=-1)[:, :-1]
+        action = jnp.sum(below <= jax.random.uniform(act_key, (episodes, 1)), axis=-1)
         after, success, done = step(world, t, state, action, step_key)
         return (after, alive & ~done, outcome + success * alive, key), (state, alive)
 
@@ -68,6 +69,9 @@ def play(world, policy, episodes, seed=0):
 
 def initial(world):
     return jax.nn.softmax(world.logits)
+
+
+success, values, seen_values = map(jax.jit, (exact.success, exact.values, exact.seen_values))
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -96,9 +100,9 @@ def test_seeds_are_a_batch_axis(case):
 def test_playing_gives_the_exact_success_and_the_exact_visits(case):
     world = small(case)
     policy = initial(world)
-    episodes = 20_000
+    episodes = 12_000
     state, alive, outcome = map(np.asarray, play(world, policy, episodes))
-    expected = float(exact.success(world, policy))
+    expected = float(success(world, policy))
     assert abs(outcome.mean() - expected) < 4 * np.sqrt(expected * (1 - expected) / episodes)
     visits = np.zeros((world.num_layers, world.num_states))
     layer = np.broadcast_to(np.arange(world.num_layers)[:, None], state.shape)
@@ -131,7 +135,7 @@ def test_a_chain_is_lost_by_a_wrong_action_at_a_fork_and_only_there():
     always_right = np.full(world.logits.shape, 0.25)
     for row, action in right.items():
         always_right[row] = np.eye(4)[action]
-    np.testing.assert_allclose(exact.success(world, jnp.asarray(always_right)), 0.9, rtol=1e-6)
+    np.testing.assert_allclose(success(world, jnp.asarray(always_right)), 0.9, rtol=1e-6)
 
 
 @pytest.mark.parametrize("delay, late", [(1, 1), (3, 3), (99, None)])
@@ -154,17 +158,15 @@ def test_a_loss_is_seen_after_its_delay(delay, late):
     [
         (dict(), 0.05),
         (dict(length=20, forks=6, rows=40, tasks=12, p0=0.5), 0.014),
-        (dict(length=20, forks=5, rows=40, tasks=12, p0=0.6), 0.07),
-        (dict(length=20, forks=5, rows=40, tasks=12, p0=0.68, delay=3), 0.13),
         (dict(length=8, forks=4, rows=40, tasks=12, p0=0.8), 0.37),
     ],
 )
 def test_chains_start_where_their_docstring_says(options, start):
-    def success(seed):
+    def of_seed(seed):
         world = make_world("fork_chain", seed=seed, **options)
         return exact.success(world, initial(world))
 
-    found = jax.jit(jax.vmap(success))(jnp.arange(40))
+    found = jax.jit(jax.vmap(of_seed))(jnp.arange(40))
     assert abs(found.mean() - start) < 0.05 * start
 
 
@@ -174,9 +176,7 @@ def test_noisy_forks_without_noise_are_fork_chains():
     noisy = builder("noisy_forks", hazard=1.0, slip=0.0, **same)(4)
     policy = initial(chain)
     np.testing.assert_allclose(initial(noisy), policy, atol=1e-6)
-    for a, b in zip(
-        jax.tree.leaves(exact.values(chain, policy)), jax.tree.leaves(exact.values(noisy, policy))
-    ):
+    for a, b in zip(jax.tree.leaves(values(chain, policy)), jax.tree.leaves(values(noisy, policy))):
         np.testing.assert_allclose(a, b, atol=1e-6)
     np.testing.assert_array_equal(chain.seen, noisy.seen)
 
@@ -197,7 +197,7 @@ def test_features_overlap_as_much_as_asked(overlap):
     world = builder("noisy_forks", tasks=40, length=8, rows=5, forks=2, width=50, overlap=overlap)(
         0
     )
-    x = np.asarray(world.features).reshape(8, 40, 2, 50)
+    x = np.array(world.features).reshape(8, 40, 2, 50)
     x /= np.linalg.norm(x, axis=-1, keepdims=True)
 
     def cosine(a, b):
@@ -208,7 +208,7 @@ def test_features_overlap_as_much_as_asked(overlap):
     assert abs(cosine(x[1:], x[:-1]) - overlap) < 0.03
     assert abs(cosine(x[:, :, 0], x[:, :, 1]) - overlap) < 0.03
     assert abs(cosine(x[2:], x[:-2]) - overlap**2) < 0.03
-    assert abs(cosine(x[:, 1:], x[:, :-1])) < 0.03
+    assert abs(cosine(x[:, 1:], x[:, :-1])) < 0.1
     rows = np.asarray(world.policy_features)
     np.testing.assert_allclose(rows @ rows.T, overlap + (1 - overlap) * np.eye(5), atol=1e-6)
 
@@ -221,7 +221,7 @@ def test_the_grid_has_one_way_through_its_trap():
     assert len(traps) == size - 1 and set(traps % size) == {2}
     (goal,) = set(after[np.asarray(world.done[0, :, :, 0])].tolist())
     assert goal % size == size - 1 and set(np.asarray(world.start) % size) == {0}
-    v = np.asarray(exact.values(world, initial(world)).v)
+    v = np.asarray(values(world, initial(world)).v)
     assert np.all(v[:, traps] == 0)
     # Following the most probable actions of a firm policy is the shortest way.
     gap = (set(range(2, size * size, size)) - set(traps.tolist())).pop() // size
@@ -229,7 +229,7 @@ def test_the_grid_has_one_way_through_its_trap():
     rows = np.asarray(world.start) // size
     np.testing.assert_array_equal(distance, abs(rows - gap) + abs(gap - goal // size) + size - 1)
     sure = builder("grid_trap", tasks=6, size=size, length=length, slip=0, noise=0.9, p0=0.9999)(3)
-    found = exact.success(sure, initial(sure))
+    found = success(sure, initial(sure))
     np.testing.assert_allclose(found, 0.9, atol=0.01)
 
 
@@ -255,18 +255,18 @@ SEARCH = dict(tasks=3, hops=3, length=5, queries=3, rows=4, p0=0.999, guess=0.2)
 
 def test_searching_well_finds_every_link_unless_misled():
     world = builder("tool_search", miss=0.0, mislead=0.1, noise=0.9, **SEARCH)(2)
-    np.testing.assert_allclose(exact.success(world, right_policy(world)), 0.9 * 0.9**3, rtol=1e-5)
+    np.testing.assert_allclose(success(world, right_policy(world)), 0.9 * 0.9**3, rtol=1e-5)
     # With five turns, four searches and an answer, one miss can be made up for.
     world = builder("tool_search", miss=0.25, mislead=0.0, noise=0.9, **SEARCH)(2)
     expected = 0.9 * (0.75**3 + 3 * 0.25 * 0.75**3)
-    np.testing.assert_allclose(exact.success(world, right_policy(world)), expected, rtol=1e-5)
+    np.testing.assert_allclose(success(world, right_policy(world)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("action, expected", [(4, 0.95 * 0.2**3), (3, 0.0)])
 def test_answers_too_early_are_guesses_and_no_answer_fails(action, expected):
     world = builder("tool_search", **SEARCH)(2)
     policy = jax.nn.one_hot(jnp.full(5, action), 5)
-    np.testing.assert_allclose(exact.success(world, policy), expected, rtol=1e-5)
+    np.testing.assert_allclose(success(world, policy), expected, rtol=1e-5)
 
 
 def test_a_tempting_page_misleads_and_a_check_undoes_it():
@@ -300,7 +300,7 @@ def test_a_privileged_critic_sees_more():
     policy = jnp.full(hidden.logits.shape, 0.2)
 
     def spread(world):
-        seen = exact.seen_values(world, policy)
+        seen = seen_values(world, policy)
         return float(jnp.sum(seen.weight * seen.v**2)), float(jnp.sum(seen.weight * seen.v))
 
     assert spread(shown)[0] > 1.05 * spread(hidden)[0]
@@ -314,12 +314,12 @@ def test_compaction_keeps_what_was_found_or_not():
     world = builder("compaction", p0=0.9999, **COMPACTION)(1)
     found = 1 - 0.4**2
     expected = 0.9 * (found + (1 - found) * 0.25) ** 3
-    np.testing.assert_allclose(exact.success(world, right_policy(world)), expected, rtol=1e-5)
+    np.testing.assert_allclose(success(world, right_policy(world)), expected, rtol=1e-5)
     # Work as before, but every summary keeps the wrong thing.
     rows = jnp.arange(8)[:, None] >= 4
     wrong = jnp.where(rows, jnp.roll(right_policy(world), 1, axis=-1), right_policy(world))
     expected = 0.9 * 0.25**2 * (found + (1 - found) * 0.25)
-    np.testing.assert_allclose(exact.success(world, wrong), expected, rtol=1e-5)
+    np.testing.assert_allclose(success(world, wrong), expected, rtol=1e-5)
 
 
 def test_summaries_decide_and_boundaries_lie_behind_them():
@@ -330,7 +330,7 @@ def test_summaries_decide_and_boundaries_lie_behind_them():
     assert not world.boundary[0].any()
     np.testing.assert_array_equal(world.tokens[:, 0, 0], np.where(is_summary, 4, 1))
     policy = initial(world)
-    a, here = exact.values(world, policy).a, exact.occupancy(world, policy)
+    a, here = values(world, policy).a, exact.occupancy(world, policy)
     decided = np.asarray(jnp.sum(here[..., None] * policy[world.policy_row] * a**2, (1, 2)))
     assert decided[2] > 3 * decided[:2].max() and decided[5] > 3 * decided[3:5].max()
 
@@ -363,6 +363,9 @@ def test_unknown_worlds_and_options_are_refused_by_name():
         ("tool_search", dict(detect="often"), "detect='often'"),
         ("compaction", dict(spans=1), "spans=1 .* at least 2"),
         ("compaction", dict(guess=2), "guess=2"),
+        ("compaction", dict(seed=1.5), "seed=1.5 must be a whole number"),
+        ("grid_trap", dict(seed=-1), "seed=-1 .* in"),
+        ("fork_chain", dict(seed=jnp.float32(1)), "seed of float32"),
     ],
 )
 def test_options_out_of_range_are_refused(name, options, said):

@@ -81,7 +81,7 @@ def fork_chain(
         "p0": p0,
     }
     _check(name, options)
-    row, is_fork, is_wrong, logits = _draw(seed_key(seed), options)
+    row, is_fork, is_wrong, logits = _draw(seed_key(name, seed), options)
     loses = is_fork[..., None] & is_wrong
     return _chain(name, options, row, loses[..., None], jnp.ones((*loses.shape, 1)), logits)
 
@@ -155,7 +155,7 @@ def noisy_forks(
     share(name, "slip", slip)
     share(name, "overlap", overlap)
     whole(name, "width", width, 1)
-    key = seed_key(seed)
+    key = seed_key(name, seed)
     row, is_fork, is_wrong, logits = _draw(key, options)
     risk = jnp.where(is_fork[..., None], jnp.where(is_wrong, hazard, slip), 0.0)
     prob = jnp.stack([1 - risk, risk], axis=-1)

@@ -96,7 +96,7 @@ def compaction(
     turn = np.arange(length)
     span, place = np.divmod(turn, span_length + 1)
     closes, opens = place == span_length, (place == 0) & (span > 0)
-    row_key, right_key, logit_key = jax.random.split(seed_key(seed), 3)
+    row_key, right_key, logit_key = jax.random.split(seed_key(name, seed), 3)
     row_of = draw_whole(row_key, rows, 2, tasks, spans) + np.array([0, rows])[:, None, None]
     row = row_of[closes.astype(int), :, span]  # [T, C]
     right = draw_whole(right_key, actions, 2 * rows)

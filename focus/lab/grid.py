@@ -60,7 +60,7 @@ def grid_trap(
     share(name, "slip", slip)
     share(name, "noise", noise)
     share(name, "p0", p0, inside=True)
-    place_key, start_key, logit_key = jax.random.split(seed_key(seed), 3)
+    place_key, start_key, logit_key = jax.random.split(seed_key(name, seed), 3)
     gap, goal_row = draw_whole(place_key, size, 2)
     cells = size * size
     i, j = np.divmod(np.arange(cells), size)

@@ -106,7 +106,7 @@ def tool_search(
     # Parts of a task's state: links found, and the first wrong one among them (0: none).
     found, wrong = np.array([(h, m) for h in range(hops + 1) for m in range(h + 1)]).T
     parts, actions = len(found), queries + 2
-    topic_key, apt_key, tempting_key, logit_key = jax.random.split(seed_key(seed), 4)
+    topic_key, apt_key, tempting_key, logit_key = jax.random.split(seed_key(name, seed), 4)
     topic = draw_whole(topic_key, rows, tasks, hops)
     row = jnp.concatenate([topic, jnp.full((tasks, 1), rows, jnp.int32)], axis=1)[:, found]
     apt = draw_whole(apt_key, queries, rows)

@@ -135,17 +135,16 @@ def step(
       outcome: [...] float32, 1 where the episode ended as a success, else 0.
       done: [...] bool, whether it ended.
     """
-    chance_key, outcome_key = jax.random.split(key)
+    chance, luck = draw_uniform(key, 2, *jnp.shape(state))
     where = (t, state, action)
     if world.prob.shape[-1] > 1:
         below = jnp.cumsum(world.prob[where], axis=-1)[..., :-1]
-        drawn = jax.random.uniform(chance_key, jnp.shape(state))
-        where += (jnp.sum(below <= drawn[..., None], axis=-1),)
+        where += (jnp.sum(below <= chance[..., None], axis=-1),)
     else:
         where += (0,)
     done = world.done[where]
-    success = jax.random.uniform(outcome_key, jnp.shape(state)) < world.reward[where]
-    return world.next_state[where], (success & done).astype(jnp.float32), done
+    success = done & (luck < world.reward[where])
+    return world.next_state[where], success.astype(jnp.float32), done
 
 
 def check(world: World) -> None:
@@ -240,8 +239,16 @@ def flag(world: str, option: str, value: Any) -> bool:
     return value
 
 
-def seed_key(seed: Array | int) -> Array:
-    """The key of a world's seed, the same for an int and for an array that holds it."""
+def seed_key(world: str, seed: Array | int) -> Array:
+    """The key of a world's seed, the same for an int and for an array that holds it.
+
+    Raises:
+      ValueError: a number that is not whole or not in [0, 2^32), or an array of such.
+    """
+    if not isinstance(seed, jax.Array):
+        whole(world, "seed", seed, 0, 2**32 - 1)
+    elif not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise ValueError(f"{world}: seed of {seed.dtype} must hold whole numbers")
     return jax.random.key(jnp.asarray(seed, jnp.uint32))
 
 
@@ -253,6 +260,11 @@ def draw_bits(key: Array, *shape: int) -> Array:
 def draw_whole(key: Array, bound: int, *shape: int) -> Array:
     """Uniform int32 in [0, bound), for small bounds."""
     return (draw_bits(key, *shape) % np.uint32(bound)).astype(jnp.int32)
+
+
+def draw_uniform(key: Array, *shape: int) -> Array:
+    """Uniform float32 in [0, 1)."""
+    return jax.random.uniform(key, (math.prod(shape),)).reshape(shape)
 
 
 def draw_normal(key: Array, *shape: int) -> Array:
