@@ -21,7 +21,7 @@ from focus.journal import write_atomically
 from focus.lab import analysis
 from focus.lab.arms import ARMS
 from focus.lab.jobs import num_workers, run_jobs
-from focus.lab.league import LeagueJob, LeagueSettings, find_estimators
+from focus.lab.league import LeagueJob, LeagueSettings, find_estimators, overall
 from focus.lab.loop import make_run
 from focus.lab.regime import regime_worlds
 from focus.lab.specs import WorldSpec, read_arm, read_world
@@ -188,11 +188,13 @@ def run(
     said = analyse(parts, config, results)
     _write(workdir / RESULTS_FILE, rows)
     _write(workdir / ANALYSIS_FILE, said)
-    if league:
-        _write(workdir / LEAGUE_FILE, [row for job in league for row in job.read()])
+    judged = [row for job in league for row in job.read()]
+    over_worlds = overall(judged)
+    if judged:
+        _write(workdir / LEAGUE_FILE, {"rows": judged, "overall": over_worlds})
     report = build_lab_report(workdir)
     out = console or rich.console.Console()
-    for table in summary_tables(rows, said):
+    for table in summary_tables(said, over_worlds):
         out.print(table)
     return report
 

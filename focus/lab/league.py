@@ -12,11 +12,26 @@ is estimated from products of different batches: few batches make it noisy, not 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from focus.types import Array
+from focus.credit.channels import missing_channels
+from focus.credit.registry import ESTIMATORS, estimate
+from focus.journal import write_atomically
+from focus.lab import exact, statistics
+from focus.lab.jobs import Note
+from focus.lab.loop import collect
+from focus.lab.specs import WorldSpec, slug
+from focus.lab.statistics import interval
+from focus.lab.sweep import SEED_STRIDE
+from focus.lab.worlds import WORLDS
+from focus.types import Array, CreditBatch
 
 # True advantages below this are nobody's merit: their sign is not asked for.
 MIN_ADVANTAGE = 1e-6
@@ -175,3 +190,283 @@ def read_sums(sums: Sums) -> dict[str, Array]:
         "noise": sums.squared_norm / b - squared_gradient,
         "tokens": sums.tokens / b,
     }
+
+
+# --- figures of one estimator --------------------------------------------------------------------
+
+
+def _mean(x: np.ndarray) -> np.ndarray:
+    return np.mean(x, axis=(-2, -1))
+
+
+def _bias(squared_bias: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.maximum(_mean(squared_bias), 0.0))
+
+
+def _variance(squared_error: np.ndarray, squared_bias: np.ndarray) -> np.ndarray:
+    return _mean(squared_error) - _mean(squared_bias)
+
+
+def _cosine(along: np.ndarray, squared_gradient: np.ndarray) -> np.ndarray:
+    norm = np.sqrt(np.maximum(_mean(squared_gradient), 0.0))
+    return np.clip(_quotient(_mean(along), norm), -1.0, 1.0)
+
+
+def _signal_to_noise(
+    along: np.ndarray, squared_along: np.ndarray, noise: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Per 1,000 tokens; negative where the expected gradient points away from the true one."""
+    signal = np.sign(_mean(along)) * np.maximum(_mean(squared_along), 0.0)
+    return 1000 * _quotient(signal, _mean(noise) * _mean(tokens))
+
+
+def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.divide(x, y, out=np.zeros_like(x), where=y > 0)
+
+
+# Figure -> what of `read_sums` it is made of, and how.
+FIGURES: dict[str, tuple[Callable[..., np.ndarray], tuple[str, ...]]] = {
+    "correlation": (_mean, ("correlation",)),
+    "sign_agreement": (_mean, ("sign_agreement",)),
+    "bias": (_bias, ("squared_bias",)),
+    "variance": (_variance, ("squared_error", "squared_bias")),
+    "cosine": (_cosine, ("along", "squared_gradient")),
+    "snr": (_signal_to_noise, ("along", "squared_along", "noise", "tokens")),
+}
+
+
+def figures(scalars: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Every figure with its 95 % interval over seeds, `name, name_low, name_high`.
+
+    Args:
+      scalars: of `read_sums`, [seeds] each.
+    """
+    found = {}
+    for name, (statistic, parts) in FIGURES.items():
+        said = interval(statistic, *(scalars[part] for part in parts))
+        found |= {name: said.value, f"{name}_low": said.low, f"{name}_high": said.high}
+    return found
+
+
+# --- a world's league ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LeagueSettings:
+    """How a league is held.
+
+    Attributes:
+      estimators: names in `ESTIMATORS`.
+      arm: of `focus.lab.arms`, whose rollouts, branches and critic the estimators read.
+      seeds: worlds that are drawn, each with its first policy.
+      batches: of each world.
+      chunk: worlds that are computed at a time; memory grows with it.
+      tokens_per_step: budget of a batch.
+      seed: shifts all seeds.
+    """
+
+    estimators: tuple[str, ...]
+    arm: Any
+    seeds: int
+    batches: int
+    chunk: int
+    tokens_per_step: int
+    seed: int
+
+    def __post_init__(self):
+        for name, low, why in (
+            ("seeds", 2, "an interval needs two"),
+            ("batches", 2, "bias and signal are told from noise by products of two batches"),
+            ("chunk", 1, "it counts worlds"),
+        ):
+            if getattr(self, name) < low:
+                raise ValueError(
+                    f"league.{name} must be >= {low} ({why}), got {getattr(self, name)}"
+                )
+
+
+def find_estimators(names: Sequence[str]) -> tuple[str, ...]:
+    """Names as given, or all estimators.
+
+    Raises:
+      ValueError: one that is unknown, or no estimator.
+    """
+    known = [name for name, spec in ESTIMATORS.items() if spec.kind == "estimator"]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"estimator {name!r} is unknown; choose one of {', '.join(known)}")
+    return tuple(names) or tuple(known)
+
+
+def league(world: WorldSpec, settings: LeagueSettings, note: Note) -> list[dict[str, Any]]:
+    """Holds all estimators against the truth in one world.
+
+    Args:
+      world: which.
+      settings: see `LeagueSettings`.
+      note: takes the share that is done.
+
+    Returns:
+      A record for every estimator, best signal-to-noise first: `world`, `estimator`, and `figures`;
+      those that the world cannot feed come last, with what they lack in `missing`.
+    """
+    s = settings
+    build = WORLDS[world.name]
+
+    @jax.jit
+    @jax.vmap
+    def begin(seed):
+        drawn = build(**dict(world.options), seed=seed)
+        policy = jax.nn.softmax(drawn.logits)
+        return drawn, policy, exact.policy_gradient(drawn, policy)
+
+    @jax.jit
+    @jax.vmap
+    def play(drawn, policy, key):
+        return collect(drawn, policy, key, arm=s.arm, tokens_per_step=s.tokens_per_step)
+
+    @jax.jit
+    @jax.vmap
+    def start(drawn, policy):
+        return no_sums(drawn.next_state[..., 0].size, policy)
+
+    def judge(name):
+        @jax.jit
+        @jax.vmap
+        def add(sums, rollouts, policy, gradient):
+            return add_batch(sums, judged(name, rollouts), policy, gradient)
+
+        return add
+
+    adders, missing = {}, {}
+    seeds = np.arange(s.seeds, dtype=np.uint32) + np.uint32(s.seed * SEED_STRIDE)
+    scalars: dict[str, list[dict[str, np.ndarray]]] = {}
+    done, total = 0, s.batches * -(-s.seeds // s.chunk)
+    for first in range(0, s.seeds, s.chunk):
+        index = np.arange(first, first + s.chunk)
+        real = index < s.seeds
+        chunk = jnp.asarray(seeds[np.where(real, index, 0)])
+        drawn, policy, gradient = begin(chunk)
+        keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed + 1), s.batches))(chunk)
+        sums: dict[str, Sums] = {}
+        for batch in range(s.batches):
+            rollouts = play(drawn, policy, keys[:, batch])
+            if not (adders or missing):
+                for name in s.estimators:
+                    lacks = what_is_missing(name, rollouts.batch)
+                    if lacks:
+                        missing[name] = lacks
+                    else:
+                        adders[name] = judge(name)
+            for name, add in list(adders.items()):
+                try:
+                    so_far = sums.get(name)
+                    so_far = start(drawn, policy) if so_far is None else so_far
+                    sums[name] = add(so_far, rollouts, policy, gradient)
+                except ValueError as error:  # what one setting of it needs, said when it is traced
+                    missing[name] = str(error)
+                    del adders[name]
+            done += 1
+            note(min(done / total, 0.999), f"batch {batch + 1} of {s.batches}")
+        for name, sum_ in sums.items():
+            read = jax.vmap(read_sums)(sum_)
+            scalars.setdefault(name, []).append({k: np.asarray(v)[real] for k, v in read.items()})
+    rows = []
+    for name, parts in scalars.items():
+        whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        rows.append({"world": world.label, "estimator": name, "missing": "", **figures(whole)})
+    rows.sort(key=lambda row: -row["snr"])
+    lacking = ((n, m) for n, m in missing.items())
+    return rows + [{"world": world.label, "estimator": n, "missing": m} for n, m in lacking]
+
+
+def what_is_missing(name: str, batch: CreditBatch) -> str:
+    """Channels of an estimator that a batch lacks, "" if it has them all."""
+    return ", ".join(sorted(missing_channels(batch, ESTIMATORS[name].inputs)))
+
+
+def overall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every estimator over the worlds that feed it, best first.
+
+    Figures are means over worlds; signal to noise, whose scale is each world's own, is the
+    geometric mean of its share of the world's best.
+
+    Args:
+      rows: of `league`, of all worlds.
+    """
+    fed = [row for row in rows if not row["missing"]]
+    best: dict[str, float] = {}
+    for row in fed:
+        best[row["world"]] = max(best.get(row["world"], 0.0), row["snr"])
+    found = []
+    for name in dict.fromkeys(row["estimator"] for row in fed):
+        mine = [row for row in fed if row["estimator"] == name]
+        shares = [max(r["snr"], 0.0) / best[r["world"]] if best[r["world"]] else 0.0 for r in mine]
+        with np.errstate(divide="ignore"):
+            snr = float(np.exp(np.mean(np.log(shares))))
+        means = {key: float(np.mean([row[key] for row in mine])) for key in FIGURES if key != "snr"}
+        found.append(
+            {"estimator": name, "worlds": len(mine), "missing": "", **means, "snr": snr}
+        )
+    # Those that every world feeds come first: a mean over fewer worlds is another mean.
+    return sorted(found, key=lambda row: (-row["worlds"], -row["snr"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeagueJob:
+    """The league of one world, as a job.
+
+    Attributes:
+      world: which.
+      settings: see `LeagueSettings`.
+      workdir: gets `league/<world>.json`.
+    """
+
+    world: WorldSpec
+    settings: LeagueSettings
+    workdir: Path
+
+    @property
+    def title(self) -> str:
+        """What progress calls it."""
+        return f"league in {self.world.label}"
+
+    @property
+    def path(self) -> Path:
+        """Where its records are kept."""
+        return self.workdir / "league" / f"{slug(self.world.label)}.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.path.is_file()
+
+    def _identity(self) -> dict[str, Any]:
+        said = {"world": [self.world.name, dict(self.world.options)]}
+        said |= {"settings": dataclasses.asdict(self.settings)}
+        return json.loads(json.dumps(said, default=str))
+
+    def claim(self) -> None:
+        """Checks that what is kept under this label is of this world and league.
+
+        Raises:
+          ValueError: it is not.
+        """
+        if self.finished and json.loads(self.path.read_text())["identity"] != self._identity():
+            raise ValueError(
+                f"{self.path} is of another world or league: give this one another label, or "
+                "delete that file"
+            )
+
+    def __call__(self, note: Note) -> None:
+        """Holds the league, if it was not held before."""
+        self.claim()
+        if not self.finished:
+            rows = league(self.world, self.settings, note)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"identity": self._identity(), "rows": rows}, allow_nan=False)
+            write_atomically(self.path, text)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Its records."""
+        return json.loads(self.path.read_text())["rows"]

@@ -206,6 +206,11 @@ class Cell:
     make_run: MakeRun
 
     @property
+    def title(self) -> str:
+        """What progress calls it."""
+        return f"{self.arm.name} in {self.world.label}"
+
+    @property
     def directory(self) -> Path:
         """Where the cell keeps what it has finished."""
         return self.workdir / "cells" / slug(self.world.label) / slug(self.arm.name)
