@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from focus.credit import errors, refine
+from focus.credit import errors, refine, structure
+from focus.credit.structure import CovarianceScales
 from focus.critic import covariance
-from focus.critic.covariance import CovarianceScales, Residuals
+from focus.critic.covariance import Residuals
 
 TASKS, ROLLOUTS, STATES, DIMS = 24, 2, 6, 4
 GRID = (TASKS, ROLLOUTS, STATES)
 update_fit = jax.jit(covariance.update_fit)
 fitted_scales = jax.jit(covariance.fitted_scales)
-structured_errors = jax.jit(covariance.structured_errors)
+structured_errors = jax.jit(structure.structured_errors)
+refine_pool = jax.jit(refine.refine_pool, static_argnames=("states", "mode"))
+refine_branches = jax.jit(structure.refine_branches, static_argnames=("rollouts", "states"))
 refine_values = jax.jit(refine.refine_values, static_argnames=("mode", "value_range"))
 
 
@@ -112,7 +115,7 @@ def test_features_have_the_covariance_that_is_written_down():
     rng = np.random.default_rng(0)
     spread = rng.uniform(0.05, 0.25, (2, 3, 4)).astype(np.float32)
     ensemble = rng.normal(size=(2, 3, 4, 2)).astype(np.float32)
-    features = covariance.structured_errors(s, ensemble, spread)
+    features = structure.structured_errors(s, ensemble, spread)
     flat = ensemble.reshape(-1, 2)
     expected = 2.0 * flat @ flat.T
     for g in range(2):
@@ -127,10 +130,10 @@ def test_states_of_a_branch_fade_from_where_it_left():
     rng = np.random.default_rng(1)
     spread = rng.uniform(0.05, 0.25, (2, 2, 5)).astype(np.float32)
     ensemble = rng.normal(size=(2, 2, 5, 2)).astype(np.float32)
-    pool = covariance.structured_errors(s, ensemble, spread)
+    pool = structure.structured_errors(s, ensemble, spread)
     row, depth = np.array([7, 12]), np.array([1, 3])  # rollout 1 state 2, and task 1's state 2
     own_ensemble, own_spread = rng.normal(size=(2, 2)), np.array([0.2, 0.1])
-    shared, local, own, block = covariance.branch_errors(
+    shared, local, own, block = structure.branch_errors(
         s, own_ensemble, own_spread, row, depth, rollouts=2, states=5
     )
     np.testing.assert_array_equal(block, [0, 1])
@@ -167,7 +170,7 @@ def test_standardised_residuals_of_fresh_branches_have_variance_one(world):
     rng, squares, before = np.random.default_rng(7), [], []
     for _ in range(10):
         value, ensemble, spread, _, mean, count, _ = draw_step(rng, scales(**truth))
-        for fitted, into in ((found, squares), (covariance.ensemble_scales(), before)):
+        for fitted, into in ((found, squares), (structure.ensemble_scales(), before)):
             tau2 = errors.variances(structured_errors(fitted, ensemble, spread.reshape(GRID)))
             noise = refine.outcome_noise(spread, tau2)
             there = count > 0
@@ -184,7 +187,7 @@ def test_refinement_decreases_the_squared_error_where_the_model_holds(world):
     rng, gained, promised, by_ensemble = np.random.default_rng(11), [], [], []
     for _ in range(10):
         value, ensemble, spread, true, mean, count, _ = draw_step(rng, scales(**truth))
-        for fitted in (found, covariance.ensemble_scales()):
+        for fitted in (found, structure.ensemble_scales()):
             features = structured_errors(fitted, ensemble, spread.reshape(GRID))
             tau2 = errors.variances(features)
             noise = refine.outcome_noise(spread, tau2)
@@ -202,7 +205,7 @@ def test_refinement_decreases_the_squared_error_where_the_model_holds(world):
 def test_agreeing_outcomes_draw_a_value_as_far_as_the_covariance_says():
     s = scales(1.0, 0.15, 0.1, 0.1)
     ensemble, spread = jnp.zeros((1, 1, 3, 1)), jnp.full((1, 1, 3), 0.25)
-    features = covariance.structured_errors(s, ensemble, spread)
+    features = structure.structured_errors(s, ensemble, spread)
     tau2 = errors.variances(features)
     noise = refine.outcome_noise(spread.reshape(-1), tau2)
     value, mean = jnp.full(3, 0.5), jnp.ones(3)
@@ -261,3 +264,125 @@ def test_a_rollouts_own_outcome_is_not_paired_with_what_its_branches_found():
     branch = alone.count[~np.asarray(alone.is_base)]
     # What is left is the branched state paired with itself, if it has two outcomes.
     assert float(fit.pairs) <= 0.5 * np.sum(np.asarray(branch) >= 2) + 1e-6
+
+
+# --- a step's values -----------------------------------------------------------------------------
+
+
+def dense_tree(s, spread, ensemble, branch_row, branch_spread, branch_ensemble):
+    """[S + Q N', ...] covariance of a pool and all states of branches, entry by entry."""
+    tasks, rollouts, states = spread.shape
+    places = [(g, i, j, None, 0) for g in range(tasks) for i in range(rollouts)
+              for j in range(states)]  # fmt: skip
+    flat, features = list(spread.reshape(-1)), list(ensemble.reshape(-1, ensemble.shape[-1]))
+    for q, row in enumerate(branch_row):
+        g, i, j = np.unravel_index(row, spread.shape)
+        for t in range(branch_spread.shape[1]):
+            places.append((g, i, j, q, t))
+            flat.append(branch_spread[q, t])
+            features.append(branch_ensemble[q, t])
+    size, out = len(places), np.zeros((len(places), len(places)))
+    for a, (ga, ia, ja, qa, ta) in enumerate(places):
+        for b, (gb, ib, jb, qb, tb) in enumerate(places):
+            out[a, b] = float(s.ensemble) * features[a] @ features[b]
+            if ga != gb:
+                continue
+            if qa == qb and qa is not None:
+                apart = abs(ta - tb)
+            else:
+                apart = distance((ia, ja), (ib, jb)) + ta + tb
+            same = apart == 0
+            out[a, b] += np.sqrt(flat[a] * flat[b]) * float(
+                s.task + s.episode * s.rho**apart + s.state * same
+            )
+    assert size == len(flat)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_values_of_a_step_equal_dense_conditioning_without_each_ones_own_outcome(seed):
+    s, rng = scales(1.5, 0.2, 0.25, 0.1, 0.7), np.random.default_rng(seed)
+    grid, length = (2, 2, 3), 3
+    size = int(np.prod(grid))
+    spread = rng.uniform(0.1, 0.25, grid).astype(np.float32)
+    ensemble = rng.normal(size=(*grid, 2)).astype(np.float32) * 0.1
+    ensemble[:, :, 0], spread[:, :, 0] = ensemble[:, :1, 0], spread[:, :1, 0]
+    row = np.array([1, 1, 4, 10, 6])  # two siblings at row 1, a branch at an s_0
+    q_spread = rng.uniform(0.1, 0.25, (5, length)).astype(np.float32)
+    q_ensemble = rng.normal(size=(5, length, 2)).astype(np.float32) * 0.1
+    q_spread[:, 0], q_ensemble[:, 0] = spread.reshape(-1)[row], ensemble.reshape(-1, 2)[row]
+    mean, q_mean = rng.uniform(size=size), rng.uniform(size=(5, length))
+    q_mean[:, 0] = mean[row]
+    y = np.array([1.0, 0.0, 1.0, np.nan, 1.0])
+    base_y = np.array([1.0, 0.0, np.nan, 1.0])
+    noise = np.full(size, 0.15)
+    total, count = np.zeros(size), np.zeros(size, int)
+    first = np.arange(4) * 3
+    observed = [(r, v, ("branch", q)) for q, (r, v) in enumerate(zip(row, y)) if v == v]
+    observed += [(first[i], v, ("base", i)) for i, v in enumerate(base_y) if v == v]
+    for r, v, _ in observed:
+        total[r] += v
+        count[r] += 1
+    features = structure.structured_errors(s, ensemble, spread)
+    own = np.repeat(np.where(np.isfinite(base_y), first, -1), 3)
+    values, belief = refine_pool(
+        mean, features, noise, total / np.maximum(count, 1), count, np.ones(size, bool), states=3,
+        own_state=own, own_outcome=np.repeat(base_y, 3),
+    )  # fmt: skip
+    branches = refine_branches(
+        s, belief, q_mean, q_ensemble, q_spread, row, y, noise[row], np.ones((5, length), bool),
+        rollouts=2, states=3,
+    )  # fmt: skip
+    prior = dense_tree(s, spread, ensemble, row, q_spread, q_ensemble)
+    everything = np.concatenate([mean, q_mean.reshape(-1)])
+
+    def without(name):
+        seen = [(r, v) for r, v, who in observed if who != name]
+        at, outcome = np.array([r for r, _ in seen]), np.array([v for _, v in seen])
+        gain = prior[:, at] @ np.linalg.inv(prior[np.ix_(at, at)] + np.diag(noise[at]))
+        return everything + gain @ (outcome - everything[at]), prior - gain @ prior[at]
+
+    for i in range(4):
+        mu, sigma = without(("base", i))
+        rows = np.arange(3 * i, 3 * i + 3)
+        np.testing.assert_allclose(values.value[rows], mu[rows], atol=1e-4)
+        np.testing.assert_allclose(values.variance[rows], np.diag(sigma)[rows], atol=1e-5)
+        np.testing.assert_allclose(
+            values.covariance[rows], [sigma[rows[0], rows[1]], sigma[rows[1], rows[2]], 0],
+            atol=1e-5,
+        )  # fmt: skip
+    for q in range(5):
+        mu, sigma = without(("branch", q))
+        rows = size + length * q + np.arange(length)
+        np.testing.assert_allclose(branches.value[q], mu[rows], atol=1e-4)
+        np.testing.assert_allclose(branches.variance[q], np.diag(sigma)[rows], atol=1e-5)
+        np.testing.assert_allclose(
+            branches.covariance[q], [sigma[rows[0], rows[1]], sigma[rows[1], rows[2]], 0],
+            atol=1e-5,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", refine.REFINE_MODES)
+def test_covariances_of_neighbours_stay_inside_a_rollout_and_within_bounds(mode):
+    rng = np.random.default_rng(0)
+    value, ensemble, spread, _, mean, count, outcome = draw_step(rng, scales(**WORLDS["all"]))
+    features = structured_errors(scales(**WORLDS["all"]), ensemble, spread.reshape(GRID))
+    noise = refine.outcome_noise(spread, errors.variances(features))
+    first = np.arange(TASKS * ROLLOUTS) * STATES
+    total, with_own = mean * count, count.copy()
+    total[first] += outcome.reshape(-1)
+    with_own[first] += 1
+    mask = np.arange(value.size) % STATES < STATES - 1
+    got, _ = refine_pool(
+        value, features, noise, total / np.maximum(with_own, 1), with_own, mask, states=STATES,
+        mode=mode, own_state=np.repeat(first, STATES),
+        own_outcome=np.repeat(outcome.reshape(-1), STATES).astype(np.float32),
+    )  # fmt: skip
+    # The last row of a rollout does not exist, so the one before it is its last state.
+    assert np.all(got.covariance[STATES - 2 :: STATES] == 0)
+    inside = (np.arange(value.size) % STATES < STATES - 2)[:-1]
+    bound = np.sqrt(got.variance[:-1] * got.variance[1:])[inside]
+    assert np.all(np.abs(got.covariance[:-1][inside]) <= bound + 1e-6)
+    assert np.mean(got.covariance[:-1][inside] / bound) > 0.3
+    with pytest.raises(ValueError, match="'both'.*joint"):
+        refine.refine_pool(value, features, noise, mean, count, mask, states=STATES, mode="both")

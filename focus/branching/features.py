@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from focus.credit.errors import ErrorFeatures, masked
 from focus.credit.refine import MIN_NOISE_VAR
-from focus.types import Array
+from focus.types import ABSENT, Array
 
 # A continuation generates at least one token; also keeps a gain per token finite.
 MIN_COST_TOKENS = 1.0
@@ -65,17 +65,17 @@ class StateFeatures:
     cost: Array
     weight: Array
     mask: Array
-    entropy: Array | None = None
-    turns_left: Array | None = None
-    depth: Array | None = None
-    score_norm: Array | None = None
-    next_state: Array | None = None
-    nll: Array | None = None
-    log_ratio: Array | None = None
-    rollout: Array | None = None
-    branch_count: Array | None = None
-    score: Array | None = None
-    cut: Array | None = None
+    entropy: Array = ABSENT
+    turns_left: Array = ABSENT
+    depth: Array = ABSENT
+    score_norm: Array = ABSENT
+    next_state: Array = ABSENT
+    nll: Array = ABSENT
+    log_ratio: Array = ABSENT
+    rollout: Array = ABSENT
+    branch_count: Array = ABSENT
+    score: Array = ABSENT
+    cut: Array = ABSENT
 
 
 def require_channels(features: StateFeatures, rule: str, *names: str) -> None:

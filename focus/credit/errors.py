@@ -342,6 +342,11 @@ def posterior_at(belief: Posterior, shared: Array, local: Array, own: Array, blo
     return Query(shift, after, whitened, variance)
 
 
+def room(noise_var: Array, variance: Array) -> Array:
+    """noise2 - tau2 of a counted outcome; positive, whatever rounding does to the difference."""
+    return jnp.maximum(noise_var - variance, 1e-4 * noise_var)
+
+
 def without_outcome(
     value: Array,
     variance: Array,
@@ -371,7 +376,5 @@ def without_outcome(
     Returns:
       (value, variance) without the outcome.
     """
-    # In exact arithmetic positive. A floor keeps rounding from turning the sign.
-    left = jnp.maximum(noise_var - variance_there, 1e-4 * noise_var)
-    gain = covariance / left
+    gain = covariance / room(noise_var, variance_there)
     return value - gain * (outcome - value_there), variance + gain * covariance

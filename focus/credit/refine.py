@@ -7,13 +7,15 @@ place in their dimensions, and no matrix over states is ever formed.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import chex
+import jax
 import jax.numpy as jnp
 
 from focus.credit import errors
-from focus.credit.errors import ErrorFeatures, as_errors, like, variances
+from focus.credit.errors import ErrorFeatures, Posterior, as_errors, like, without_outcome
 from focus.types import Array
 
 RefineMode = Literal["none", "local", "joint"]
@@ -98,6 +100,103 @@ def posterior_features(
     return like(error_features, after)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StateValues:
+    """What is known of some states, each without the outcome of its own trajectory.
+
+    Attributes:
+      value: V*, not clipped.
+      variance: epistemic variance that is left.
+      covariance: of the errors of a state and the next one of its trajectory; 0 at the last.
+    """
+
+    value: Array
+    variance: Array
+    covariance: Array
+
+
+def refine_pool(
+    mean: Array,
+    features: Array | ErrorFeatures,
+    noise_var: Array,
+    branch_mean: Array,
+    branch_count: Array,
+    mask: Array,
+    *,
+    states: int,
+    mode: RefineMode = "joint",
+    own_state: Array | None = None,
+    own_outcome: Array | None = None,
+) -> tuple[StateValues, Posterior]:
+    """Refines the values of base rollouts: `refine_values` with what the errors have in common.
+
+    Args:
+      mean: [S] critic mean V.
+      features: error features of the pool, N rows of each rollout one after the other.
+      noise_var: [S] variance of one outcome given the state.
+      branch_mean: [S] mean of the outcomes seen from each state; never read where there are none.
+      branch_count: [S] their number.
+      mask: [S] bool, states that exist.
+      states: N, rows of a rollout.
+      mode: "none", "local" or "joint", see `refine_values`.
+      own_state: [S] int32 row at which the outcome of the state's own rollout was counted, -1
+        where it was not; None for none.
+      own_outcome: [S] that outcome; not read where `own_state` is -1.
+
+    Returns:
+      Values [S], and the belief after all evidence, own outcomes included; in the modes "none"
+      and "local" that of the critic alone.
+
+    Raises:
+      ValueError: unknown mode.
+    """
+    if mode not in REFINE_MODES:
+        raise ValueError(f"refine mode {mode!r} is unknown; choose one of {REFINE_MODES}")
+    mean = jnp.where(mask, mean, 0.0)
+    before = errors.masked(errors.as_errors(features), mask)
+    seen = mask & (branch_count > 0)
+    noise = jnp.maximum(jnp.where(seen, noise_var, 1.0), MIN_NOISE_VAR)
+    precision = jnp.where(seen, branch_count / noise, 0.0)
+    surprise = jnp.where(seen, branch_mean - mean, 0.0)
+    belief = errors.posterior(before, precision * (mode == "joint"), surprise)
+
+    rows = jnp.arange(mean.size)
+    after = jnp.minimum(rows + 1, mean.size - 1)
+    follows = mask & mask[after] & (rows % states < states - 1)
+    covariance = errors.pair_covariances(belief.errors, rows, after)
+    variance = errors.variances(belief.errors)
+    shift = belief.shift
+    kept = jnp.ones_like(mean)
+    if mode == "local":
+        kept = 1.0 / (1.0 + variance * precision)
+        shift, variance = (1.0 - kept) * surprise, kept * variance
+        covariance *= kept * kept[after]
+    value = mean + shift
+    if own_state is not None and own_outcome is not None and mode != "none":
+        there = jnp.maximum(own_state, 0)
+        counted = mask & (own_state >= 0)
+        if mode == "joint":
+            with_own = errors.pair_covariances(belief.errors, rows, there)
+        else:
+            with_own = jnp.where(there == rows, variance, 0.0)
+        outcome = jnp.where(counted, own_outcome, 0.0)
+        args = (value[there], variance[there], jnp.where(counted, noise[there], 1.0))
+        # Both states of a pair belong to one rollout, and miss the same outcome.
+        more = with_own * with_own[after] / errors.room(args[2], args[1])
+        covariance += jnp.where(counted & counted[after], more, 0.0)
+        alone, alone_variance = without_outcome(value, variance, with_own, outcome, *args)
+        value = jnp.where(counted, alone, value)
+        variance = jnp.where(counted, alone_variance, variance)
+    zero = jnp.zeros_like(mean)
+    values = StateValues(
+        value=jnp.where(mask, value, zero),
+        variance=jnp.where(mask, variance, zero),
+        covariance=jnp.where(follows, covariance, zero),
+    )
+    return values, belief
+
+
 def refine_values(
     mean: Array,
     error_features: Array | ErrorFeatures,
@@ -147,8 +246,6 @@ def refine_values(
     Raises:
       ValueError: unknown mode, or `own_state` without `own_outcome`.
     """
-    if mode not in REFINE_MODES:
-        raise ValueError(f"refine mode {mode!r} is unknown; choose one of {REFINE_MODES}")
     if (own_state is None) != (own_outcome is None):
         raise ValueError("own_state and own_outcome go together: give both or neither")
     chex.assert_rank([mean, noise_var, branch_mean, branch_count], 1)
@@ -156,43 +253,20 @@ def refine_values(
     features = as_errors(error_features)
     chex.assert_equal_shape_prefix([mean, features.shared], 1)
     mask = jnp.ones(mean.shape, bool) if mask is None else mask
-    mean = jnp.where(mask, mean, 0.0)
-    features = errors.masked(features, mask)
-    precision = _evidence_precision(noise_var, branch_count, mask)
-    surprise = jnp.where(precision > 0, branch_mean - mean, 0.0)
-
-    after = features
-    if mode == "none":
-        shift, variance = jnp.zeros_like(mean), variances(features)
-    elif mode == "local":
-        prior = variances(features)
-        gain = prior * precision / (1.0 + prior * precision)
-        shift, variance = gain * surprise, (1.0 - gain) * prior
-    else:
-        belief = errors.posterior(features, precision, surprise)
-        after, shift, variance = belief.errors, belief.shift, variances(belief.errors)
-    refined = mean + shift
-    if own_state is not None and mode != "none":
-        rows = jnp.arange(mean.size)
-        there = jnp.maximum(own_state, 0)
-        if mode == "joint":
-            covariance = errors.pair_covariances(after, rows, there)
-        else:
-            covariance = jnp.where(there == rows, variance, 0.0)
-        counted = mask & (own_state >= 0)
-        alone, alone_variance = errors.without_outcome(
-            refined,
-            variance,
-            covariance,
-            jnp.where(counted, own_outcome, 0.0),
-            refined[there],
-            variance[there],
-            jnp.maximum(jnp.where(counted, noise_var[there], 1.0), MIN_NOISE_VAR),
-        )
-        refined = jnp.where(counted, alone, refined)
-        variance = jnp.where(counted, alone_variance, variance)
-    refined = jnp.clip(refined, *value_range)
-    return jnp.where(mask, refined, 0.0), variance
+    values, _ = refine_pool(
+        mean,
+        features,
+        noise_var,
+        branch_mean,
+        branch_count,
+        mask,
+        states=mean.size,
+        mode=mode,
+        own_state=own_state,
+        own_outcome=own_outcome,
+    )
+    refined = jnp.clip(values.value, *value_range)
+    return jnp.where(mask, refined, 0.0), values.variance
 
 
 def leave_one_out_values(

@@ -1,33 +1,21 @@
-"""What the critic's errors have in common, fitted to the evidence of recent steps.
+"""Scales of the critic's error covariance, fitted to the evidence of recent steps.
 
 An ensemble says where the critic knows less, and rarely how much less: its members see the same
 few outcomes. What its values really miss shows in the residuals of branches and siblings, whose
 outcomes it had not learnt from. Two residuals of independent outcomes have as expected product
 the covariance of the errors at their states, noise and all else gone, so scales of a structured
-covariance are a non-negative regression of products on what two states share. This project's
-rule.
-
-    Cov(s, s') = ensemble e(s) . e(s')
-                 + sqrt(spread(s) spread(s')) (task [same task] + episode rho^|s - s'| [same task]
-                                               + state [s = s'])
-
-with `spread = V (1 - V)`, floored: a value near 0 or 1 can't be far off if it is right on
-average. |s - s'| counts segments along the tree that the rollouts of a task make: they part at
-s_0, and a branch parts from its parent where it left.
-
-States lie in a grid of G tasks, R rollouts of each and N states of each; row (g R + i) N + j of
-a pool is state j of rollout i of task g.
+covariance (`focus.credit.structure`) are a non-negative regression of products on what two
+states share. This project's rule.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from focus.credit.errors import ErrorFeatures
+from focus.credit.structure import CovarianceScales
 from focus.types import Array
 
 # Values of rho that are tried. The gram matrix of each is kept.
@@ -43,120 +31,9 @@ _WEIGHT_SHARE = 0.3
 _SUBSETS = 2**4
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CovarianceScales:
-    """How large each part of the covariance is; scalars, >= 0.
-
-    Attributes:
-      ensemble: factor on the covariance that ensemble or posterior claim.
-      task: share of the spread that all states of a task have in common.
-      episode: share that fades with the distance between states.
-      state: share of the state alone.
-      rho: what is left of the episode's part one segment on, in [0, 1).
-    """
-
-    ensemble: Array
-    task: Array
-    episode: Array
-    state: Array
-    rho: Array
-
-
-def ensemble_scales() -> CovarianceScales:
-    """The ensemble (or posterior) taken at its word, and nothing beside it."""
-    one, zero = jnp.float32(1.0), jnp.float32(0.0)
-    return CovarianceScales(one, zero, zero, zero, zero)
-
-
 def prior_scales() -> CovarianceScales:
     """What is assumed before any evidence."""
     return CovarianceScales(*map(jnp.float32, (*PRIOR_MEAN, PRIOR_RHO)))
-
-
-# --- features ------------------------------------------------------------------------------------
-
-
-def _unit_features(scales: CovarianceScales, rollouts: int, states: int) -> Array:
-    """Local features [R, N, E] of a task's states at spread 1, E = 3 + R (N - 1).
-
-    Columns: the task; the error at s_0; what is new at s_0 for the state part, because s_0 is
-    one state however many rollouts start there; what is new in the episode's part at each later
-    state of each rollout, x_j = rho x_{j-1} + sqrt(1 - rho^2) new_j.
-    """
-    later = jnp.arange(states)
-    lag = later[:, None] - later[None, 1:]
-    fresh = jnp.sqrt(1.0 - jnp.square(scales.rho))
-    path = jnp.where(lag >= 0, fresh * scales.rho ** jnp.maximum(lag, 0), 0.0)
-    start = scales.rho**later
-    task = jnp.sqrt(scales.task) * jnp.ones((rollouts, states, 1))
-    common = jnp.sqrt(scales.episode) * jnp.broadcast_to(start[:, None], (rollouts, states, 1))
-    first = jnp.sqrt(scales.state) * jnp.broadcast_to((later == 0)[:, None], common.shape)
-    own = jnp.einsum("ab,ic->aibc", jnp.eye(rollouts), jnp.ones((states, 1)))[..., None]
-    own = jnp.sqrt(scales.episode) * own[:, :, :, 0] * path[None, :, None, :]
-    return jnp.concatenate([task, common, first, own.reshape(rollouts, states, -1)], axis=2)
-
-
-def structured_errors(scales: CovarianceScales, ensemble: Array, spread: Array) -> ErrorFeatures:
-    """Error features of a step's base rollouts, tasks as blocks.
-
-    Args:
-      scales: of the parts.
-      ensemble: [G, R, N, D] error features of ensemble or posterior.
-      spread: [G, R, N] variance of one outcome around V, see `refine.bernoulli_noise_var`.
-
-    Returns:
-      Features of S = G R N states. Absent states may hold anything; mask them
-      (`errors.masked`).
-    """
-    chex.assert_rank([ensemble, spread], [4, 3])
-    chex.assert_equal_shape_prefix([ensemble, spread], 3)
-    tasks, rollouts, states = spread.shape
-    unit = _unit_features(scales, rollouts, states).reshape(1, rollouts * states, -1)
-    local = jnp.sqrt(spread).reshape(tasks, -1, 1) * unit
-    own = spread * scales.state * (jnp.arange(states) > 0)
-    return ErrorFeatures(
-        shared=jnp.sqrt(scales.ensemble) * ensemble.reshape(-1, ensemble.shape[-1]),
-        local=local,
-        own=own.reshape(-1),
-    )
-
-
-def branch_errors(
-    scales: CovarianceScales,
-    ensemble: Array,
-    spread: Array,
-    row: Array,
-    depth: Array,
-    *,
-    rollouts: int,
-    states: int,
-) -> tuple[Array, Array, Array, Array]:
-    """Features of states inside branches, for `errors.posterior_at`.
-
-    Args:
-      scales: of the parts.
-      ensemble: [Q, D] error features of ensemble or posterior.
-      spread: [Q].
-      row: [Q] int32 row of the state that the branch left.
-      depth: [Q] segments behind it, >= 1; at 0 the state is the row itself.
-      rollouts, states: R and N of the pool.
-
-    Returns:
-      shared [Q, D], local [Q, E], own [Q] and block [Q].
-    """
-    unit = _unit_features(scales, rollouts, states)
-    size = rollouts * states
-    there = unit.reshape(size, -1)[row % size]
-    faded = scales.rho ** depth.astype(jnp.float32)
-    factor = jnp.broadcast_to(faded[:, None], there.shape)
-    factor = factor.at[:, 0].set(1.0).at[:, 2].set(0.0)
-    fresh = scales.episode * (1.0 - jnp.square(faded)) + scales.state
-    local = jnp.sqrt(spread)[:, None] * factor * there
-    return jnp.sqrt(scales.ensemble) * ensemble, local, spread * fresh, row // size
-
-
-# --- the fit -------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
