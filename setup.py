@@ -51,6 +51,9 @@ EXTRAS = {
         "pytest-xdist>=3.6,<4",
         "hypothesis>=6.120,<7",
         "ruff>=0.9",
+        # Types of the pure core: pyright with all it needs inside of the wheel. The package named
+        # pyright fetches the checker itself when it is first run.
+        "basedpyright>=1.30,<2",
         "tensorboardX>=2.6,<3",
         "nbclient>=0.10",
         "nbformat>=5.10",

@@ -5,7 +5,7 @@
     python scripts/train.py --config configs/smollm2.py --workdir runs/smollm2
 
 The task is the quickstart's, with the tools explained in a system message. Any directory that
-`focus.policy.hf` reads can take the place of the model: --config.model.path=DIRECTORY. Its chat
+`focus.formats.hf` reads can take the place of the model: --config.model.path=DIRECTORY. Its chat
 template is spoken, and an output also ends at the end-of-text tokens of its
 generation_config.json. A model that was trained on tool calls, as Qwen is, gets the tools by its
 template:

@@ -13,13 +13,13 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from focus import experiment, warm_start
-from focus.engines import alive_everywhere
 from focus.learner import hosts
 from focus.learner.checkpoint import Checkpointer
 from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
+from focus.run import experiment, warm_start
+from focus.run.backends import alive_everywhere
+from focus.run.trainer import Trainer
 from focus.tasks.base import Task
-from focus.trainer import Trainer
 from focus.types import Trajectory
 
 

@@ -1,6 +1,6 @@
 """The training loop: rollouts, learning, weights to the engine, over and over.
 
-What one step does is in `focus/steps.py`. With `rollout.async_depth` > 0 base rollouts of the
+What one step does is in `focus/run/steps.py`. With `rollout.async_depth` > 0 base rollouts of the
 next steps are played while the learner works.
 """
 
@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 import ml_collections
 import rich.console
 
-from focus import experiment, warm_start
 from focus.branching.budget import Ledger
-from focus.engines import alive_everywhere
+from focus.engine import FleetDead
 from focus.evaluate import Evaluation, evaluate
 from focus.journal import Journal, write_atomically
 from focus.learner import hosts
@@ -30,18 +29,20 @@ from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
 from focus.metrics import MetricsWriter, ProgressBar, format_summary
 from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import (
-    BaseRollouts,
-    Collected,
-    FleetDead,
-    RolloutsAhead,
-    Slots,
-    StepPlay,
-    Stopwatch,
-    Tally,
+from focus.rollout import BaseRollouts, Collected, RolloutsAhead, Slots, StepPlay, Stopwatch, Tally
+from focus.run import experiment, warm_start
+from focus.run.backends import alive_everywhere
+from focus.run.steps import (
+    LAG,
+    Learned,
+    Progress,
+    collect_step,
+    learn,
+    note,
+    step_metrics,
+    tally_step,
 )
-from focus.steps import LAG, Learned, Progress, collect_step, learn, note, step_metrics, tally_step
-from focus.trainer import Trainer
+from focus.run.trainer import Trainer
 
 # Takes a step and its metrics.
 Write = Callable[[int, dict[str, Any]], None]
@@ -155,7 +156,7 @@ class _Run:
         if self.progress.success_before is None:
             latest = await self._evaluate(clock)
             self.progress.success_before = latest.success
-            self.state = self.trainer.fit_critic(self.state, latest.trajectories)
+            self.state = self.trainer.valuation.fit(self.state, latest.trajectories)
         self.progress.ledger += Ledger(seconds=clock.seconds)
         return latest
 

@@ -25,8 +25,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 Array = jax.Array
+# The default of an optional channel. Methods check that what they read is there, once and by
+# name (`credit.channels.require_channels`), and then take it for the array that it is.
+ABSENT: Any = None
 
 GenerationKind = Literal["act", "summary"]
 TrajectoryEnd = Literal["terminal", "turn_limit", "context_limit", "format", "budget", "failed"]
@@ -229,6 +233,33 @@ class RolloutTree:
         return self.base + self.branches
 
 
+@dataclasses.dataclass(frozen=True)
+class StateBelief:
+    """What a critic believes of the states of trajectories (NumPy); N is at least their number.
+
+    Entries of states that have no prompt (where the environment ended the episode) and padding
+    may hold anything.
+
+    Attributes:
+      mean: [B, N] critic mean.
+      error_features: [B, N, D] with `e(s) . e(s') = Cov[V(s), V(s')]`.
+      variance: [B, N] epistemic variance, `|e(s)|^2`.
+      noise_var: [B, N] variance of one outcome given the state.
+      cost: [B, N] tokens that one continuation is expected to generate.
+    """
+
+    mean: np.ndarray
+    error_features: np.ndarray
+    variance: np.ndarray
+    noise_var: np.ndarray
+    cost: np.ndarray
+
+    def rows(self, count: int) -> StateBelief:
+        """The belief about the first `count` trajectories."""
+        fields = dataclasses.fields(self)
+        return StateBelief(**{f.name: getattr(self, f.name)[:count] for f in fields})
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CreditBatch:
@@ -252,6 +283,10 @@ class CreditBatch:
         that are trained.
       value: [B, S + 1] critic or refined value of each state; column S_i is where row i ended.
       value_variance: [B, S + 1] epistemic variance of `value`.
+      value_covariance: [B, S] covariance of its errors at the state before a segment and the
+        state after it.
+      baseline: [B] what stands in for the critic in rows where it is not to be trusted; NaN in
+        all others.
       mc_return: [B, S, K] returns of the continuations sampled from the start of a segment.
       mc_mask: [B, S, K] bool, which of them exist.
 
@@ -319,66 +354,68 @@ class CreditBatch:
     token_mask: Array
     behaviour_logp: Array
     truncated: Array
-    staleness: Array | None = None
-    value: Array | None = None
-    value_variance: Array | None = None
-    mc_return: Array | None = None
-    mc_mask: Array | None = None
-    ref_logp: Array | None = None
-    teacher_logp: Array | None = None
-    priv_logp: Array | None = None
-    entropy: Array | None = None
-    token_value: Array | None = None
-    summary_mask: Array | None = None
-    copied: Array | None = None
-    segment_id: Array | None = None
-    prefix_key: Array | None = None
-    score: Array | None = None
-    valid: Array | None = None
-    q: Array | None = None
-    q2: Array | None = None
-    v2: Array | None = None
-    expert_score: Array | None = None
-    segment_entropy: Array | None = None
-    is_call: Array | None = None
-    is_answer: Array | None = None
-    is_summary: Array | None = None
-    probe_delta: Array | None = None
-    cited: Array | None = None
-    dist_goal: Array | None = None
-    state_key: Array | None = None
-    next_state_key: Array | None = None
-    action_key: Array | None = None
-    match_class: Array | None = None
-    intent: Array | None = None
-    cluster: Array | None = None
-    edge: Array | None = None
-    sim: Array | None = None
-    emb: Array | None = None
-    match: Array | None = None
-    do_return: Array | None = None
-    do_mask: Array | None = None
-    do_valid: Array | None = None
-    propensity: Array | None = None
-    m1: Array | None = None
-    m0: Array | None = None
-    parent: Array | None = None
-    leaf_traj: Array | None = None
-    node_entropy: Array | None = None
-    tree_id: Array | None = None
-    node_of_segment: Array | None = None
-    parent_traj: Array | None = None
-    fork_segment: Array | None = None
-    fork_token: Array | None = None
-    pivot_segment: Array | None = None
-    coalition: Array | None = None
-    cut: Array | None = None
-    cut_value: Array | None = None
-    cut_mask: Array | None = None
-    hist_score: Array | None = None
-    hist_group: Array | None = None
-    is_revisit: Array | None = None
-    progress: Array | None = None
+    staleness: Array = ABSENT
+    value: Array = ABSENT
+    value_variance: Array = ABSENT
+    value_covariance: Array = ABSENT
+    baseline: Array = ABSENT
+    mc_return: Array = ABSENT
+    mc_mask: Array = ABSENT
+    ref_logp: Array = ABSENT
+    teacher_logp: Array = ABSENT
+    priv_logp: Array = ABSENT
+    entropy: Array = ABSENT
+    token_value: Array = ABSENT
+    summary_mask: Array = ABSENT
+    copied: Array = ABSENT
+    segment_id: Array = ABSENT
+    prefix_key: Array = ABSENT
+    score: Array = ABSENT
+    valid: Array = ABSENT
+    q: Array = ABSENT
+    q2: Array = ABSENT
+    v2: Array = ABSENT
+    expert_score: Array = ABSENT
+    segment_entropy: Array = ABSENT
+    is_call: Array = ABSENT
+    is_answer: Array = ABSENT
+    is_summary: Array = ABSENT
+    probe_delta: Array = ABSENT
+    cited: Array = ABSENT
+    dist_goal: Array = ABSENT
+    state_key: Array = ABSENT
+    next_state_key: Array = ABSENT
+    action_key: Array = ABSENT
+    match_class: Array = ABSENT
+    intent: Array = ABSENT
+    cluster: Array = ABSENT
+    edge: Array = ABSENT
+    sim: Array = ABSENT
+    emb: Array = ABSENT
+    match: Array = ABSENT
+    do_return: Array = ABSENT
+    do_mask: Array = ABSENT
+    do_valid: Array = ABSENT
+    propensity: Array = ABSENT
+    m1: Array = ABSENT
+    m0: Array = ABSENT
+    parent: Array = ABSENT
+    leaf_traj: Array = ABSENT
+    node_entropy: Array = ABSENT
+    tree_id: Array = ABSENT
+    node_of_segment: Array = ABSENT
+    parent_traj: Array = ABSENT
+    fork_segment: Array = ABSENT
+    fork_token: Array = ABSENT
+    pivot_segment: Array = ABSENT
+    coalition: Array = ABSENT
+    cut: Array = ABSENT
+    cut_value: Array = ABSENT
+    cut_mask: Array = ABSENT
+    hist_score: Array = ABSENT
+    hist_group: Array = ABSENT
+    is_revisit: Array = ABSENT
+    progress: Array = ABSENT
 
 
 @jax.tree_util.register_dataclass

@@ -11,7 +11,7 @@ import rich.console
 from absl import app, flags
 from ml_collections import config_flags
 
-from focus.benchmark_async import measure, table
+from focus.benchmark.async_depth import measure, table
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config of all runs.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Gets a directory for each run.")

@@ -15,7 +15,7 @@ from pathlib import Path
 import rich.console
 import rich.progress
 
-from focus import benchmark_credit
+from focus.benchmark import credit as benchmark_credit
 
 
 def main() -> None:

@@ -18,11 +18,11 @@ import time
 import jax
 import numpy as np
 
+from focus.engine.embedded.engine import EmbeddedEngine
+from focus.engine.protocol import GenerateRequest, SamplingParams
 from focus.learner import sharding
 from focus.policy import model as models
 from focus.policy import transformer
-from focus.rollout.embedded import EmbeddedEngine
-from focus.rollout.engine import GenerateRequest, SamplingParams
 
 MODEL = transformer.ModelConfig(
     vocab_size=768,

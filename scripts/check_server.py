@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import sys
 
-from focus.rollout.check import Load, check_fleet
+from focus.engine.servers.check import Load, check_fleet
 
 
 def main() -> None:

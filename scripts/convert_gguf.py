@@ -12,8 +12,8 @@ import sys
 
 from absl import app, flags
 
-from focus.policy import gguf
-from focus.policy.hf_config import DTYPES
+from focus.formats import gguf
+from focus.formats.hf_config import DTYPES
 
 _GGUF = flags.DEFINE_string("gguf", None, "The file.")
 _PACKAGE = flags.DEFINE_string("package", None, "Or the installed Python package that holds it.")

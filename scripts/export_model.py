@@ -8,9 +8,9 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from focus import experiment, warm_start
-from focus.policy import hf
-from focus.policy.hf_config import DTYPES
+from focus.formats import hf
+from focus.formats.hf_config import DTYPES
+from focus.run import experiment, warm_start
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Of the run.", lock_config=True)
 _OUT = flags.DEFINE_string("out", None, "Directory to write.", required=True)

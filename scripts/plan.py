@@ -20,7 +20,7 @@ import rich.console
 from absl import app, flags
 from ml_collections import config_flags
 
-from focus import experiment
+from focus.run import experiment
 from focus.tpu import plan
 from focus.tpu.chips import GPUS, TPUS, parse_topology
 from focus.tpu.estimate import layout_of

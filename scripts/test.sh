@@ -7,5 +7,6 @@
 source "$(dirname "$0")/setup.sh" dev
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+.venv/bin/basedpyright
 exec .venv/bin/python -m pytest -m "not long and not sglang" \
   -n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile --durations=25 "$@"

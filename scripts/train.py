@@ -16,8 +16,8 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from focus.engine import EngineError
 from focus.learner import hosts, sharding
-from focus.rollout import EngineError
 from focus.train import train
 
 _CONFIG = config_flags.DEFINE_config_file(

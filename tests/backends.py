@@ -26,12 +26,13 @@ import numpy as np
 from aiohttp import web
 from fake_server import EOS, VOCAB, FakeServer, fake_greedy, logp_of, text_of
 
-from focus.policy import hf, token_logprobs, transformer
-from focus.policy.tokens import COMPACT, Chat, train_tokenizer
-from focus.rollout.engine import Engine
-from focus.rollout.fleet import Limits
-from focus.rollout.serve import Service, open_engine
-from focus.rollout.sglang import SGLangEngine
+from focus.chat.tokens import COMPACT, Chat, train_tokenizer
+from focus.engine.protocol import Engine
+from focus.engine.servers.fleet import Limits
+from focus.engine.servers.serve import Service, open_engine
+from focus.engine.servers.sglang import SGLangEngine
+from focus.formats import hf
+from focus.policy import token_logprobs, transformer
 
 ROOT = Path(__file__).parent.parent
 # The shape of `tiny.py`, whose runs these servers can therefore serve, as a Qwen3.
@@ -293,7 +294,7 @@ class ServerProcess:
 
 def serve_process(model_path: str, log: Path, version: str = "v0") -> ServerProcess:
     """Our own server as a program."""
-    program = [sys.executable, "-m", "focus.rollout.serve", "--model-path", model_path]
+    program = [sys.executable, "-m", "focus.engine.servers.serve", "--model-path", model_path]
     return ServerProcess([*program, "--weight-version", version, "--skip-server-warmup"], log)
 
 

@@ -56,7 +56,7 @@ def cache_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def prepare(cache_dir):
     """Function from a config to its environment and warm start, made once a session."""
-    from focus import experiment, warm_start
+    from focus.run import experiment, warm_start
 
     def prepared(config):
         env = experiment.make_env(config)

@@ -13,7 +13,7 @@ import pytest
 from families import FAMILIES, make_params
 from small_engine import OPTIONS, prompt_of, request, run
 
-from focus.rollout.embedded import EmbeddedEngine
+from focus.engine.embedded.engine import EmbeddedEngine
 
 MODELS = {
     name: dataclasses.replace(FAMILIES[name], vocab_size=23, max_context=48)

@@ -17,8 +17,8 @@ import socket
 
 from aiohttp import web
 
-from focus.rollout.engine import EngineError, EngineInfo, FinishReason, GenerateResult, admissible
-from focus.rollout.serve import Service
+from focus.engine.protocol import EngineError, EngineInfo, FinishReason, GenerateResult, admissible
+from focus.engine.servers.serve import Service
 
 VOCAB = 97
 EOS = 1

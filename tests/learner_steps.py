@@ -8,7 +8,7 @@ from random_trajectories import make_forest
 
 from focus.learner import sharding
 from focus.learner.batches import credit_batch
-from focus.learner.evidence import make_evidence
+from focus.learner.critic_evidence import make_evidence
 from focus.learner.packing import pack_trajectories
 
 

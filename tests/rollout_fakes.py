@@ -7,17 +7,10 @@ import collections
 import dataclasses
 import hashlib
 
+from focus.chat.tokens import COMPACT, Chat, train_tokenizer
 from focus.context import CONTEXT_MANAGERS
-from focus.policy.tokens import COMPACT, Chat, train_tokenizer
-from focus.rollout import (
-    Agent,
-    EngineError,
-    EngineInfo,
-    FinishReason,
-    GenerateResult,
-    RetryPolicy,
-    SamplingParams,
-)
+from focus.engine import EngineError, EngineInfo, FinishReason, GenerateResult, SamplingParams
+from focus.rollout import Agent, RetryPolicy
 from focus.tasks.base import StepResult, Task
 
 TEXTS = ["add 1", "add 2", "stop", "the total is 12345", "notes: total"] * 20

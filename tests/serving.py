@@ -7,10 +7,11 @@ import threading
 from aiohttp import web
 from fake_server import FakeService
 
-from focus.engines import embedded_sizes
-from focus.policy import hf, lora, peft
-from focus.rollout.embedded import EmbeddedEngine
-from focus.rollout.serve import Service
+from focus.engine.embedded.engine import EmbeddedEngine
+from focus.engine.servers.serve import Service
+from focus.formats import hf, peft
+from focus.policy import lora
+from focus.run.backends import embedded_sizes
 
 
 class SlowEngine(EmbeddedEngine):

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from focus.rollout import GenerateRequest, SamplingParams
+from focus.engine import GenerateRequest, SamplingParams
 
 
 def text_of(ids):

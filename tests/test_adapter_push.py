@@ -15,13 +15,14 @@ from test_hf import SMALL, make_params
 from test_publish import directories
 from test_server_faults import check, client, everyone, request, sent, until
 
-from focus import experiment
+from focus.engine.protocol import EngineError, FinishReason, GenerateResult
+from focus.engine.servers.connection import Rejected
+from focus.engine.servers.fleet_adapters import Adapter
+from focus.engine.wire import BadReply
+from focus.formats import hf, peft
 from focus.learner.publish import AdapterPublisher
-from focus.policy import hf, lora, peft
-from focus.rollout.adapters import Adapter
-from focus.rollout.connection import Rejected
-from focus.rollout.engine import EngineError, FinishReason, GenerateResult
-from focus.rollout.wire import BadReply
+from focus.policy import lora
+from focus.run import experiment
 
 
 @pytest.fixture

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from rollout_fakes import CHAT, CountTo, FakeEngine, check_tokens, greedy, make_agent
 
 from focus.branching import BudgetExceeded
+from focus.engine import EngineError, GenerateRequest, SamplingParams
 from focus.rollout import (
-    EngineError,
-    GenerateRequest,
     Pool,
     RetryPolicy,
     Rollout,
-    SamplingParams,
     TokenAccount,
     UnlimitedAccount,
     generate_with_retries,

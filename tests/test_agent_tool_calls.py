@@ -9,11 +9,12 @@ import pytest
 from rollout_fakes import CountTo, FakeEngine, check_tokens
 from test_chat_templates import END, PAD, TOKENIZER, TOOLS
 
+from focus.chat.template_chat import TemplateChat
+from focus.chat.tool_calls import CLOSE, FORMATS, ToolCall, render
 from focus.context import Full
-from focus.policy.chat import TemplateChat
-from focus.policy.tool_calls import CLOSE, FORMATS, ToolCall, render
-from focus.rollout import Agent, Rollout, SamplingParams, UnlimitedAccount, play
-from focus.rollout.tools import ToolCalls
+from focus.engine import SamplingParams
+from focus.rollout import Agent, Rollout, UnlimitedAccount, play
+from focus.rollout.tool_environment import ToolCalls
 from focus.tasks import scripted
 from focus.tasks.deep_search import make_deep_search
 

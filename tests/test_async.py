@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rollout_fakes import FakeEngine, make_agent, pick
 from test_controller import BRANCHING, score
 
+from focus.engine import EngineError
 from focus.rollout import (
-    EngineError,
     EpisodeCost,
     Freshness,
     Patience,
@@ -25,7 +25,7 @@ from focus.rollout import (
     Versions,
     generate_with_retries,
 )
-from focus.task_order import TaskOrder
+from focus.run.task_order import TaskOrder
 
 
 async def passes(count=5):
@@ -310,7 +310,7 @@ async def test_patience_ends_a_second_try_that_hangs_but_not_a_first():
 
 
 def _request(agent):
-    from focus.rollout import GenerateRequest
+    from focus.engine import GenerateRequest
 
     state = agent.start(agent.env.tasks("train")[0])
     return GenerateRequest("", state.prompt_ids, agent.sampling)

@@ -9,11 +9,11 @@ import tiny
 from serving import MergingService, ServerThread
 from test_train import journal
 
-from focus import experiment
+from focus.engine import FleetDead
+from focus.engine.embedded.engine import EmbeddedEngine
 from focus.evaluate import evaluate_run
 from focus.metrics import read_metrics
-from focus.rollout import FleetDead
-from focus.rollout.embedded import EmbeddedEngine
+from focus.run import experiment
 from focus.train import train
 from focus.types import version_step
 
@@ -85,7 +85,7 @@ def test_with_depth_one_branches_are_fresh_and_base_rollouts_at_most_one_step_ol
 def _tasks(config, prepare, count):
     import itertools
 
-    from focus.trainer import Trainer
+    from focus.run.trainer import Trainer
 
     return itertools.islice(Trainer(config, *prepare(config)).task_order().draw(0), count + 64)
 
@@ -108,7 +108,7 @@ def test_a_run_whose_servers_are_gone_saves_itself_and_goes_on_when_they_are_bac
     config = tiny.get_config("grpo")
     config.steps, config.checkpoint.every, config.rollout.async_depth = 4, 10, depth
     prepare(config)
-    monkeypatch.setattr("focus.engines.EmbeddedEngine", DyingEngine)
+    monkeypatch.setattr("focus.run.backends.EmbeddedEngine", DyingEngine)
     with pytest.raises(FleetDead, match="no server for 300 s. The run stands at step 2 and is"):
         train(config, tmp_path)
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]

@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, AxisType
 from learner_steps import born, evidence_of, forest, named, pack
 from random_trajectories import VOCAB, make_trajectory
 
-from focus import experiment
 from focus.critic import head
-from focus.learner import backbone, scoring, sharding, state
-from focus.learner.critic import CriticLearner, CriticOptions
+from focus.learner import critic_own_backbone as backbone
+from focus.learner import scoring, sharding, state
+from focus.learner.critic_on_policy import CriticLearner, CriticOptions
 from focus.policy import transformer
+from focus.run import experiment
 from focus.train import train
 
 MODEL_CONFIG = transformer.ModelConfig(

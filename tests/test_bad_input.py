@@ -12,17 +12,17 @@ import pytest
 import tiny
 from conftest import REPOSITORY
 
-import focus.trainer
-from focus import experiment
+import focus.run.trainer
+from focus.engine import GenerateRequest, SamplingParams
+from focus.engine.embedded.engine import EmbeddedEngine
 from focus.journal import read_json_lines
 from focus.learner.checkpoint import Checkpointer
 from focus.metrics import read_metrics
 from focus.policy import transformer
-from focus.rollout import GenerateRequest, SamplingParams
-from focus.rollout.embedded import EmbeddedEngine
-from focus.steps import EngineMismatch
+from focus.run import experiment
+from focus.run.steps import EngineMismatch
+from focus.run.trainer import Trainer
 from focus.train import train
-from focus.trainer import Trainer
 
 
 def shrunk(method="focus", **overrides):
@@ -188,7 +188,7 @@ def test_a_loss_that_is_nan_stops_the_run_and_loses_nothing(stopped, monkeypatch
 
 def test_an_engine_that_runs_another_model_stops_the_run(stopped, monkeypatch):
     config, workdir = stopped
-    real = focus.trainer.make_score_fn
+    real = focus.run.trainer.make_score_fn
 
     def another(*args, **options):
         score = real(*args, **options)
@@ -196,7 +196,7 @@ def test_an_engine_that_runs_another_model_stops_the_run(stopped, monkeypatch):
         return lambda params, rows: score(params | {"final_norm": -params["final_norm"]}, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(focus.trainer, "make_score_fn", another)
+        patch.setattr(focus.run.trainer, "make_score_fn", another)
         with pytest.raises(EngineMismatch, match=r"on average .* is 1: the engine runs another"):
             train(config, workdir)
     assert Checkpointer(workdir).latest_step == 2

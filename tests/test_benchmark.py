@@ -14,8 +14,8 @@ import pytest
 
 from focus.benchmark import compare, sides
 from focus.benchmark.work import ROLLOUT_TOKENS, SIZES, TASKS, Play, Turn, Work, trajectories
+from focus.formats import hf
 from focus.learner.packing import pack_trajectories
-from focus.policy import hf
 from focus.policy import model as models
 
 ROOT = Path(__file__).parent.parent

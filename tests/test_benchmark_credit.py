@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from focus import benchmark_credit as benchmark
+from focus.benchmark import credit as benchmark
 from focus.credit import ESTIMATORS
 
 SMALL = benchmark.Size(rows=32, segments=4, tokens=16)

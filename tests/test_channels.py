@@ -8,11 +8,11 @@ import pytest
 import tiny
 from random_trajectories import make_forest, make_trajectory
 
-from focus import experiment
 from focus.credit import ESTIMATORS, estimate
-from focus.learner import channels
+from focus.learner import signals as channels
 from focus.learner.batches import credit_batch
 from focus.learner.packing import pack_trajectories
+from focus.run import experiment
 
 SHAPE = {"num_segments": 4, "num_tokens": 40, "num_rows": 12}
 

@@ -8,10 +8,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from focus.chat.template_chat import TemplateChat, load_chat
+from focus.chat.tokens import CHATML, Chat, train_tokenizer
+from focus.chat.tool_calls import ToolCall, render
 from focus.context import Full, Summarize
-from focus.policy.chat import TemplateChat, load_chat
-from focus.policy.tokens import CHATML, Chat, train_tokenizer
-from focus.policy.tool_calls import ToolCall, render
 
 PAD, START, END = CHATML.special_tokens
 CORPUS = [f"system user assistant tool look({n}) open({n})\n\nthe answer is\n" for n in range(50)]

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import CHAT, CountTo, FakeEngine, check_tokens, make_agent
 
-from focus import warm_start
 from focus.context import CiteSummary, ContextManager
 from focus.learner.citations import citation_channels, match_classes
 from focus.metrics import read_metrics
 from focus.rollout import Rollout, TokenAccount, UnlimitedAccount, play
+from focus.run import warm_start
 from focus.tasks import scripted
 from focus.tasks.deep_search import make_deep_search
 from focus.types import Segment, State, Trajectory

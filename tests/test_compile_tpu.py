@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tpu_models import HYBRID, SMALL, count_products, logits, shapes_of
 
-from focus import experiment
 from focus.learner import sharding
 from focus.policy import gated_delta, layers
 from focus.policy import model as models
+from focus.run import experiment
 from focus.tpu import flops, hlo
 from focus.tpu.chips import TPUS, Slice, parse_topology
 from focus.tpu.compile import DoesNotFit, compile_program, programs

@@ -3,8 +3,8 @@
 import pytest
 from rollout_fakes import CHAT
 
+from focus.chat.tokens import COMPACT
 from focus.context import CONTEXT_MANAGERS, ContextManager
-from focus.policy.tokens import COMPACT
 
 END = CHAT.end_of_turn_id
 

@@ -12,7 +12,6 @@ from rollout_fakes import CHAT, CountTo, FakeEngine, check_tokens, make_agent, s
 
 from focus.rollout import (
     EpisodeCost,
-    StateScores,
     StepConfig,
     collect,
     make_beliefs,
@@ -20,7 +19,7 @@ from focus.rollout import (
 )
 from focus.rollout import belief as belief_module
 from focus.rollout.accounting import reuse_by_kind
-from focus.types import Generation
+from focus.types import Generation, StateBelief
 
 END = CHAT.end_of_turn_id
 EER = "expected_error_reduction"
@@ -31,9 +30,11 @@ def score(trajectories, *, cost=12.0, noise_var=0.2):
     """A critic with opinions and correlated errors; as wide for any number of states."""
     shape = (len(trajectories), max(len(t.states) for t in trajectories))
     rng = np.random.default_rng(0)
-    return StateScores(
-        mean=rng.uniform(size=shape),
-        error_features=0.3 * rng.normal(size=(*shape, 4)),
+    mean, errors = rng.uniform(size=shape), 0.3 * rng.normal(size=(*shape, 4))
+    return StateBelief(
+        mean=mean,
+        error_features=errors,
+        variance=np.sum(errors**2, axis=-1),
         noise_var=np.full(shape, noise_var),
         cost=np.full(shape, cost),
     )

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_engine import prompt_of, request, run, text_of
 
+from focus.engine.embedded import sampling
+from focus.engine.embedded.engine import EmbeddedEngine
+from focus.engine.embedded.prefix_store import PrefixStore
+from focus.engine.protocol import Engine, EngineError
 from focus.policy import transformer
-from focus.rollout import sampling
-from focus.rollout.embedded import EmbeddedEngine
-from focus.rollout.engine import Engine, EngineError
-from focus.rollout.prefix_store import PrefixStore
 
 MODEL = transformer.ModelConfig(
     vocab_size=23,

@@ -7,7 +7,7 @@ import pytest
 from families import SMALL, make_params
 from processes import TESTS, environment
 
-from focus.rollout.embedded import EmbeddedEngine
+from focus.engine.embedded.engine import EmbeddedEngine
 
 
 def test_the_engine_on_two_devices():

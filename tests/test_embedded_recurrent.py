@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_engine import OPTIONS, prompt_of, run
 
+from focus.engine.embedded.engine import EmbeddedEngine
+from focus.engine.embedded.snapshot_store import SnapshotStore
 from focus.policy import model as models
-from focus.rollout.embedded import EmbeddedEngine
-from focus.rollout.snapshot_store import SnapshotStore
 
 MODEL = dataclasses.replace(FAMILIES["qwen3_5"], vocab_size=23, max_context=48)
 PARAMS = make_params(MODEL)

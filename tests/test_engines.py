@@ -1,4 +1,4 @@
-"""One set of promises, kept by every engine: the protocol of `focus.rollout.engine`."""
+"""One set of promises, kept by every engine: the protocol of `focus.engine.protocol`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import backends
 import numpy as np
 import pytest
 
-from focus.rollout.engine import Engine, EngineError, GenerateRequest, SamplingParams
+from focus.engine.protocol import Engine, EngineError, GenerateRequest, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from focus.policy import hf, token_logprobs
+from focus.formats import hf
 from focus.policy import model as models
+from focus.policy import token_logprobs
 
 torch = pytest.importorskip("torch", reason="parity with Hugging Face; pip install 'focus[dev]'")
 transformers = pytest.importorskip("transformers", reason="parity; pip install 'focus[dev]'")

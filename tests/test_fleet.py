@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.rollout.engine import (
+from focus.engine.protocol import (
     EngineError,
     FinishReason,
     FleetDead,
     GenerateRequest,
     SamplingParams,
 )
-from focus.rollout.fleet import Fleet, Limits
-from focus.rollout.parts import Parts
-from focus.rollout.wire import BadReply, from_payload, from_reply, to_payload
+from focus.engine.servers.fleet import Fleet, Limits
+from focus.engine.servers.parts import Parts
+from focus.engine.wire import BadReply, from_payload, from_reply, to_payload
 
 URLS = tuple(f"http://host{i}:1" for i in range(4))
 ABORTED = FinishReason("abort")

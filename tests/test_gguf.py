@@ -10,13 +10,13 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.policy import hf
+from focus.chat.tokens import CHATML, Chat
+from focus.formats import hf
 from focus.policy import model as models
-from focus.policy.tokens import CHATML, Chat
 from focus.policy.transformer import ModelConfig
 
 llama_cpp = pytest.importorskip("gguf", reason="reads GGUF; pip install -e '.[smollm2]'")
-from focus.policy import gguf  # noqa: E402  (needs the package above)
+from focus.formats import gguf  # noqa: E402  (needs the package above)
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]

@@ -12,8 +12,9 @@ from families import FAMILIES, SMALL, make_params
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import run_program
 
-from focus.policy import hf, hf_config, transformer
+from focus.formats import hf, hf_config
 from focus.policy import model as models
+from focus.policy import transformer
 
 each_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 

@@ -30,17 +30,18 @@ from families import make_params
 from processes import run_program
 from random_trajectories import make_forest
 
-from focus import experiment
 from focus.evaluate import evaluate_run
+from focus.formats import peft
 from focus.learner import losses, scoring, sharding, state, update
 from focus.learner.checkpoint import Checkpointer
 from focus.learner.packing import pack_trajectories
 from focus.metrics import read_metrics
-from focus.policy import lora, peft, token_logprobs
+from focus.policy import lora, token_logprobs
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig
+from focus.run import experiment
+from focus.run.trainer import Trainer
 from focus.train import train
-from focus.trainer import Trainer
 
 DENSE_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HYBRID_NAMES = (

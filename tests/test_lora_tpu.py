@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType
 from tpu_models import HYBRID, SMALL, count_products, fake_report, logits, shapes_of
 
 from configs import tpu_pod
-from focus import experiment
 from focus.learner import packing, sharding, update
 from focus.learner.adapters import Adapters
 from focus.learner.scoring import policy_model
@@ -23,6 +22,7 @@ from focus.learner.state import init_state, make_optimizer
 from focus.policy import layers, lora
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig
+from focus.run import experiment
 from focus.tpu import estimate, flops, plan
 from focus.tpu.chips import GPUS, parse_topology
 from focus.tpu.compile import Compiled, programs

@@ -9,13 +9,14 @@ import tiny
 from test_chat_templates import OPENS, PAD, STRIPS, TOKENIZER, TOOLS
 
 from configs import smollm2
-from focus import experiment
-from focus.policy import hf, transformer
-from focus.policy.chat import TemplateChat
-from focus.policy.tokens import CHATML, Chat
+from focus.chat.template_chat import TemplateChat
+from focus.chat.tokens import CHATML, Chat
+from focus.formats import hf
+from focus.policy import transformer
 from focus.rollout import RetryPolicy
+from focus.run import experiment
+from focus.run.warm_start import load_or_make
 from focus.train import train
-from focus.warm_start import load_or_make
 
 MODEL = transformer.ModelConfig(
     vocab_size=304,  # more rows than the tokenizer has ids

@@ -19,13 +19,14 @@ from learner_steps import born, evidence_of, forest
 from processes import JOIN, TESTS, environment, free_port, together
 
 from focus.critic.head import CriticConfig
+from focus.formats import hf, hf_config
 from focus.journal import read_json_lines
 from focus.learner import hosts, losses, scoring, sharding, state, update
-from focus.learner.backbone import BackboneCritic, BackboneOptions
-from focus.learner.critic import CriticLearner, CriticOptions
+from focus.learner.critic_on_policy import CriticLearner, CriticOptions
+from focus.learner.critic_own_backbone import BackboneCritic, BackboneOptions
 from focus.metrics import read_metrics
-from focus.policy import hf, hf_config, transformer
 from focus.policy import model as models
+from focus.policy import transformer
 
 MICRO_ROWS = 8
 CONFIG = FAMILIES["qwen3"]

@@ -21,7 +21,8 @@ from adapters import (
 from families import FAMILIES as ALL
 from families import make_params
 
-from focus.policy import hf, lora, peft
+from focus.formats import hf, peft
+from focus.policy import lora
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig
 

@@ -65,7 +65,6 @@ from random_trajectories import VOCAB, make_forest, make_trajectory
 from rollout_fakes import CHAT, FakeEngine, make_agent
 
 from configs import quickstart
-from focus import experiment
 from focus.credit import ESTIMATORS, estimate
 from focus.critic import head
 from focus.critic import losses as critic_losses
@@ -74,6 +73,7 @@ from focus.learner.batches import credit_batch
 from focus.learner.packing import pack_trajectories
 from focus.policy import transformer
 from focus.rollout import Rollout, UnlimitedAccount, play
+from focus.run import experiment
 from focus.types import CreditBatch, Generation, Segment, State, Trajectory
 
 REQUIRED = {1, 2, 3, 4, *range(7, 14), *range(15, 24), 30}

@@ -17,13 +17,13 @@ from conftest import REPOSITORY
 from tpu_models import fake_report
 
 from configs import quickstart, tpu_pod
-from focus import experiment
 from focus.learner import packing, sharding
 from focus.learner.scoring import make_score_fn, policy_model
 from focus.learner.state import init_state, make_optimizer
 from focus.learner.update import PolicyBatch, make_policy_update
 from focus.policy import model as models
 from focus.policy import transformer
+from focus.run import experiment
 from focus.tpu import estimate, flops, plan
 from focus.tpu.chips import GPUS, TPUS, Chip, Slice, parse_topology
 from focus.tpu.run import compile_config

@@ -9,11 +9,11 @@ import pytest
 from fake_server import FakeServer, text_of
 from test_hf import SMALL, make_params
 
+from focus.engine import EngineError
+from focus.engine.servers.fleet import Limits
+from focus.engine.servers.sglang import SGLangEngine
+from focus.formats import hf
 from focus.learner.publish import Publisher
-from focus.policy import hf
-from focus.rollout import EngineError
-from focus.rollout.fleet import Limits
-from focus.rollout.sglang import SGLangEngine
 
 
 class Fleet:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from focus import experiment
 from focus.credit import ESTIMATORS, estimate
+from focus.run import experiment
 from focus.types import CreditBatch
 
 ROOT = Path(__file__).parent.parent
@@ -133,14 +133,20 @@ def test_every_variant_that_the_readme_names_exists():
 
 
 def test_the_file_tree_names_what_is_there():
-    """Packages with a slash and top-level modules of focus/, and the other directories."""
+    """Packages with a slash and top-level modules of focus/, what is named inside of packages, and
+    the other directories."""
     (tree,) = (block for block in blocks("") if block.startswith("focus/\n"))
-    inside, beside = set(), set()
+    inside, beside, room = set(), set(), ""
+    package = ROOT / "focus"
     for line in tree.splitlines():
         names = re.match(r"\s*((?:[\w.]+(?:/|\.py)\s+)*[\w.]+(?:/|\.py))(?:\s|$)", line)
         assert names, f"a line of the file tree without a name: {line!r}"
-        (inside if line.startswith(" ") else beside).update(names[1].split())
-    package = ROOT / "focus"
+        found = names[1].split()
+        if line.startswith("    "):  # below the package of the last line with less indent
+            assert not {name for name in found if not (package / room / name).exists()}, line
+            continue
+        room = found[-1]
+        (inside if line.startswith(" ") else beside).update(found)
     there = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     there |= {path.name for path in package.glob("*.py")} - {"__init__.py"}
     assert inside == there

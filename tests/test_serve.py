@@ -15,8 +15,8 @@ import backends
 import pytest
 from fake_server import VOCAB, FakeServer, fake_greedy
 
-from focus.rollout.check import Load, check_fleet
-from focus.rollout.engine import GenerateRequest, SamplingParams
+from focus.engine.protocol import GenerateRequest, SamplingParams
+from focus.engine.servers.check import Load, check_fleet
 
 
 @dataclasses.dataclass

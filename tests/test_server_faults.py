@@ -8,10 +8,10 @@ import time
 import pytest
 from fake_server import EOS, VOCAB, fake_fleet, logp_of, next_token, text_of
 
-from focus.rollout.engine import EngineError, FleetDead, GenerateRequest, SamplingParams
-from focus.rollout.fleet import Limits
+from focus.engine.protocol import EngineError, FleetDead, GenerateRequest, SamplingParams
+from focus.engine.servers.fleet import Limits
+from focus.engine.servers.sglang import SGLangEngine
 from focus.rollout.pool import RetryPolicy, generate_with_retries
-from focus.rollout.sglang import SGLangEngine
 
 # Times that have to run out in a test are set there; these are long, for machines that stall.
 PATIENT = dict(

@@ -14,9 +14,9 @@ import backends
 import numpy as np
 import pytest
 
-from focus.rollout.check import Load, check_fleet
-from focus.rollout.engine import GenerateRequest, SamplingParams
-from focus.rollout.fleet import Limits
+from focus.engine.protocol import GenerateRequest, SamplingParams
+from focus.engine.servers.check import Load, check_fleet
+from focus.engine.servers.fleet import Limits
 
 pytestmark = pytest.mark.sglang
 

@@ -12,11 +12,11 @@ from adapters import make_adapters
 from test_publish import directories
 from test_sglang import LIMITS, ask, everyone, prompts
 
+from focus.engine.protocol import EngineError
+from focus.engine.servers.connection import Connection
 from focus.learner.publish import AdapterPublisher
 from focus.policy import lora
 from focus.policy.lora import LoraConfig
-from focus.rollout.connection import Connection
-from focus.rollout.engine import EngineError
 
 pytestmark = pytest.mark.sglang
 

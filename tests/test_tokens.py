@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.policy.tokens import CHAT_FORMATS, CHATML, COMPACT, Chat, train_tokenizer
+from focus.chat.tokens import CHAT_FORMATS, CHATML, COMPACT, Chat, train_tokenizer
 
 CORPUS = [
     f"capital of country {n}? search(Santiago) open({n}) answer(Peso)\nsystem user assistant tool\n"

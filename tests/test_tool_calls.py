@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.policy.tool_calls import FORMATS, Malformed, ToolCall, parse, render, render_responses
+from focus.chat.tool_calls import FORMATS, Malformed, ToolCall, parse, render, render_responses
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 

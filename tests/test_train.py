@@ -16,16 +16,17 @@ import pytest
 import tiny
 from conftest import REPOSITORY
 
-from focus import warm_start
+from focus.engine import EngineError
+from focus.engine.embedded.engine import EmbeddedEngine
 from focus.journal import read_json_lines
 from focus.learner import compilations
 from focus.learner.checkpoint import Checkpointer
 from focus.metrics import read_metrics
-from focus.rollout import EngineError, Stopwatch, collect
-from focus.rollout.embedded import EmbeddedEngine
-from focus.steps import learn
+from focus.rollout import Stopwatch, collect
+from focus.run import warm_start
+from focus.run.steps import learn
+from focus.run.trainer import Trainer
 from focus.train import train
-from focus.trainer import Trainer
 
 STEPS = 6  # a checkpoint after each, an evaluation after the third and the last
 
@@ -327,7 +328,7 @@ async def test_an_outcome_reaches_the_baselines_of_its_own_states_only_if_asked_
             trainer.task_order().draw(0),
             step=0,
             episode_cost=trainer.episode_cost,
-            scorer=lambda base: trainer.score_states(state, base),
+            scorer=lambda base: trainer.valuation.score_states(state, base),
         )
         index, trajectory = next(
             (b, t) for b, t in enumerate(collected.tree.base) if t.outcome is not None
@@ -363,7 +364,7 @@ class FailingEngine(EmbeddedEngine):
 
 def with_failures(monkeypatch, fails):
     engine = type("Engine", (FailingEngine,), {"fails": staticmethod(fails)})
-    monkeypatch.setattr("focus.engines.EmbeddedEngine", engine)
+    monkeypatch.setattr("focus.run.backends.EmbeddedEngine", engine)
     real = asyncio.sleep
     monkeypatch.setattr("focus.rollout.pool.asyncio.sleep", lambda seconds: real(0))
 
@@ -435,7 +436,7 @@ from focus.learner import sharding
 sharding.split_cpu(int(sys.argv[1]))
 import tiny
 from focus.metrics import read_metrics
-from focus.steps import learn
+from focus.run.steps import learn
 from focus.train import train
 config = tiny.get_config("ppo")
 config.steps, config.learner.micro_rows, config.mesh.data = 1, 8, int(sys.argv[1])

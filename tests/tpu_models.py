@@ -5,9 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from focus import experiment
 from focus.policy import model as models
 from focus.policy import qwen3_5, transformer
+from focus.run import experiment
 
 SMALL = transformer.ModelConfig(
     vocab_size=1000,

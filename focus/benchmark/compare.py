@@ -27,8 +27,8 @@ import rich.table
 
 from focus.benchmark.sides import SIDES
 from focus.benchmark.work import SIZES, Work
+from focus.formats import hf
 from focus.learner.sharding import num_cores
-from focus.policy import hf
 from focus.policy import model as models
 
 TOLERANCE = 1e-3

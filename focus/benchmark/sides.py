@@ -89,7 +89,7 @@ def by_length(plays: list[Play], size: int) -> list[np.ndarray]:
 
 def ours(directory: Path, work: Work) -> Timed:
     """This project."""
-    from focus.policy import hf
+    from focus.formats import hf
 
     config, params = hf.load_checkpoint(directory)
     if config.num_layers <= 4:  # as configs/quickstart.py does: a loop costs more than it saves
@@ -145,8 +145,8 @@ def ours(directory: Path, work: Work) -> Timed:
 
 
 def _decode_ours(config, params, plays: list[Play], work: Work) -> Timed:
-    from focus.rollout.embedded import EmbeddedEngine
-    from focus.rollout.engine import GenerateRequest, SamplingParams
+    from focus.engine.embedded.engine import EmbeddedEngine
+    from focus.engine.protocol import GenerateRequest, SamplingParams
 
     if work.shape == "dense":
         length = work.length + work.new_tokens + 1

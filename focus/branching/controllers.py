@@ -78,7 +78,7 @@ def spo_tree_leaves(branching: tuple[int, ...] = (6, 6, 6)) -> tuple[int, ...]:
 # --- by score ------------------------------------------------------------------------------------
 
 
-def top_mask(score: Array, mask: Array, count: int) -> Array:
+def top_mask(score: Array, mask: Array, count: Array | int) -> Array:
     """Marks the `count` kept entries of the largest score; ties go to the earlier. [N] bool."""
     order = jnp.argsort(jnp.where(mask, -score, jnp.inf), stable=True)
     rank = jnp.zeros(score.size, jnp.int32).at[order].set(jnp.arange(score.size, dtype=jnp.int32))

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 
 class ChatEncoder(Protocol):
-    """The part of `focus.policy.tokens.Chat` that managers need."""
+    """The part of `focus.chat.tokens.Chat` that managers need."""
 
     end_of_turn_id: int
 

@@ -11,7 +11,7 @@ COLUMNS = (
 
 def library_table() -> str:
     """One line per method of the library, columns aligned."""
-    lines = [COLUMNS]
+    lines: list[tuple[str, ...]] = [COLUMNS]
     for name, spec in ESTIMATORS.items():
         inputs = ", ".join(spec.inputs)
         lines.append((

@@ -219,7 +219,9 @@ def craft_divergence(logp: Array, teacher_logp: Array, credit: Array, mask: Arra
     return primitives.masked_mean(jnp.where(credit >= 0, forward, reverse), mask)
 
 
-def taco(batch: CreditBatch, *, scale: str = "std", ddof: int = 1, eps: float = 1e-6) -> Credit:
+def taco(
+    batch: CreditBatch, *, scale: primitives.Scale = "std", ddof: int = 1, eps: float = 1e-6
+) -> Credit:
     """TACO: a call's probed gain, plus the outcome where both have the same sign.
 
         calls: norm_g(delta) + A_grpo [A's row succeeded and delta > 0, or failed and delta < 0]

@@ -72,7 +72,7 @@ def spo_tree(
 def at2po(
     batch: CreditBatch,
     *,
-    backup: str = "leaf_mean",
+    backup: primitives.Backup = "leaf_mean",
     advantage: str = "node_value",
     eps: float = 1e-6,
 ) -> Credit:

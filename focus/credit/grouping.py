@@ -142,7 +142,9 @@ def proxmo(
     beta = weight_range / (jax.nn.sigmoid(1.0) - 0.5)
     weight = 1 + beta * (jax.nn.sigmoid(signal) - 0.5)
     if batch.sim is not None:
-        similarity = batch.sim.__getitem__
+
+        def similarity(index):
+            return batch.sim[index]
     else:
         flat = jnp.where(segments[..., None], batch.emb, 0.0).reshape(segments.size, -1)
         square = jnp.sum(jnp.square(flat), axis=1, keepdims=True)

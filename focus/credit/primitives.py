@@ -273,7 +273,7 @@ def tree_backup(
     # Roots are sent to a bucket of their own: a root is nobody's child.
     above = jnp.where(parent >= 0, parent, nodes)
     weight = known.astype(scored.dtype)
-    if rule == "child_softmax":
+    if entropy is not None and rule == "child_softmax":
         logits = jnp.where(known, entropy, -jnp.inf)
         top = jax.ops.segment_max(logits, above, nodes + 1)[above]
         weight = jnp.where(known, jnp.exp(jnp.where(known, logits - top, 0.0)), 0.0)

@@ -49,6 +49,8 @@ class World:
       kind: [T, N, A] int8, `CALL`, `ANSWER` or `SUMMARY`.
       policy_row: [T, N] int32 in [0, R), what the policy sees.
       seen: [T, N] int32 in [0, num_seen), what the critic sees.
+      look: [num_seen] int32 in [0, num_looks), what of it other tasks show, too: the turn and what
+        has been found, but not the task.
       boundary: [T, N] bool, states that a compaction made.
       start: [C] int32 state of layer 0 that each task starts in.
       logits: [R, A] the initial policy, a softmax.
@@ -56,6 +58,7 @@ class World:
       policy_features: [R, P] what a linear policy reads, its logits are
         `logits + policy_features @ weights`; None: a one-hot code of the row, a table.
       num_seen: how many different things the critic can see.
+      num_looks: how many of them differ in more than the task.
       name: key of `WORLDS`.
       options: what it was built with, but for the seed, sorted by name.
     """
@@ -68,12 +71,14 @@ class World:
     kind: Array
     policy_row: Array
     seen: Array
+    look: Array
     boundary: Array
     start: Array
     logits: Array
     features: Array | None
     policy_features: Array | None
     num_seen: int = dataclasses.field(metadata={"static": True})
+    num_looks: int = dataclasses.field(metadata={"static": True})
     name: str = dataclasses.field(metadata={"static": True})
     options: tuple[tuple[str, Any], ...] = dataclasses.field(metadata={"static": True})
 
@@ -159,6 +164,7 @@ def check(world: World) -> None:
         "kind": "TNA",
         "policy_row": "TN",
         "seen": "TN",
+        "look": "S",
         "boundary": "TN",
         "start": "C",
         "logits": "RA",
@@ -188,6 +194,7 @@ def check(world: World) -> None:
         ("next_state", sizes["N"]),
         ("policy_row", sizes["R"]),
         ("seen", world.num_seen),
+        ("look", world.num_looks),
         ("start", sizes["N"]),
     ):
         refuse((arrays[name] < 0) | (arrays[name] >= size), f"{name} outside [0, {size})")
@@ -284,3 +291,9 @@ def initial_logits(key: Array, right: Array, num_actions: int, p0: float) -> Arr
     noise = 0.3 * draw_normal(key, right.shape[0], num_actions)
     lead = np.log((num_actions - 1) * p0 / (1 - p0))
     return noise + lead * jax.nn.one_hot(right, num_actions)
+
+
+def looks_of_tasks(layers: int, tasks: int, looks: int) -> Array:
+    """`World.look` where `seen` is `(t * tasks + task) * looks + look`: a look for every turn."""
+    look = np.arange(layers)[:, None, None] * looks + np.arange(looks)
+    return jnp.asarray(np.broadcast_to(look, (layers, tasks, looks)).reshape(-1), jnp.int32)

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from focus.formats import peft
 from focus.learner import hosts, sharding
 from focus.learner.state import TrainState
-from focus.policy import lora, peft
+from focus.policy import lora
 from focus.policy import model as models
 
 

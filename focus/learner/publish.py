@@ -19,8 +19,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from focus.formats import hf, peft
 from focus.learner import hosts
-from focus.policy import hf, lora, peft
+from focus.policy import lora
 from focus.types import version_name
 
 # (directory, version) -> when servers have it

@@ -1,25 +1,15 @@
-"""Rollouts: engines, the agent loop, and the controller that spends a step's tokens."""
+"""Rollouts: the agent loop, and the controller that spends a step's tokens."""
 
 from focus.rollout.accounting import Stopwatch, ledger_of
 from focus.rollout.agent import Agent, Rollout, play, request_seed
 from focus.rollout.ahead import RolloutsAhead
-from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs, uninformed_scores
+from focus.rollout.belief import StateBeliefs, make_beliefs, uninformed_scores
 from focus.rollout.controller import (
     BaseRollouts,
     BranchedState,
     Collected,
     StepPlay,
     collect,
-)
-from focus.rollout.engine import (
-    Engine,
-    EngineError,
-    EngineInfo,
-    FinishReason,
-    FleetDead,
-    GenerateRequest,
-    GenerateResult,
-    SamplingParams,
 )
 from focus.rollout.pool import (
     Patience,
@@ -39,24 +29,15 @@ __all__ = [
     "BaseRollouts",
     "BranchedState",
     "Collected",
-    "Engine",
-    "EngineError",
-    "EngineInfo",
     "EpisodeCost",
-    "FinishReason",
-    "FleetDead",
     "Freshness",
-    "GenerateRequest",
-    "GenerateResult",
     "Patience",
     "Pool",
     "RetryPolicy",
     "Rollout",
     "RolloutsAhead",
-    "SamplingParams",
     "Slots",
     "StateBeliefs",
-    "StateScores",
     "StepConfig",
     "StepPlay",
     "Stopwatch",

@@ -11,22 +11,16 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
+from focus.chat import tool_calls
 from focus.context.base import Context, ContextManager
-from focus.policy import tool_calls
-from focus.rollout.engine import (
-    Engine,
-    EngineError,
-    FleetDead,
-    GenerateRequest,
-    SamplingParams,
-)
+from focus.engine.protocol import Engine, EngineError, FleetDead, GenerateRequest, SamplingParams
 from focus.rollout.pool import Account, Patience, RetryPolicy, generate_with_retries
 from focus.tasks.base import Environment, StepResult, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
 
 
 class ChatDecoder(Protocol):
-    """The part of `focus.policy.tokens.Chat` that the loop needs."""
+    """The part of `focus.chat.tokens.Chat` that the loop needs."""
 
     stop_token_ids: tuple[int, ...]
 

@@ -17,27 +17,7 @@ import numpy as np
 from focus.branching.acquisition import StateFeatures
 from focus.branching.plan import Plan, plan
 from focus.credit.refine import RefineMode, posterior_features, refine_values
-from focus.types import Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class StateScores:
-    """The critic's belief about the states of trajectories, as a forward pass gives it.
-
-    N is at least the largest number of states. Entries of states that have no prompt (where the
-    environment ended the episode) and padding may hold anything.
-
-    Attributes:
-      mean: [B, N] critic mean.
-      error_features: [B, N, D] with `e(s) . e(s') = Cov[V(s), V(s')]`.
-      noise_var: [B, N] variance of one outcome given the state.
-      cost: [B, N] tokens that one continuation is predicted to generate.
-    """
-
-    mean: np.ndarray
-    error_features: np.ndarray
-    noise_var: np.ndarray
-    cost: np.ndarray
+from focus.types import StateBelief, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +153,7 @@ class StateBeliefs:
 
 def make_beliefs(
     trajectories: Sequence[Trajectory],
-    scores: StateScores,
+    scores: StateBelief,
     *,
     env_branchable: bool,
     max_context: int,
@@ -222,8 +202,8 @@ def make_beliefs(
         return np.concatenate([values.astype(dtype), padding])
 
     by_state = {
-        field.name: getattr(scores, field.name)[index[:, 0], index[:, 1]]
-        for field in dataclasses.fields(StateScores)
+        name: getattr(scores, name)[index[:, 0], index[:, 1]]
+        for name in ("mean", "error_features", "noise_var", "cost")
     }
     for name, values in by_state.items():
         bad = exists & ~np.isfinite(values).reshape(len(index), -1).all(axis=1)
@@ -287,7 +267,7 @@ def _plan(features, budget, seed, sampled_count, *, rule, ks, max_picks, max_per
     )
 
 
-def uninformed_scores(trajectories: Sequence[Trajectory]) -> StateScores:
+def uninformed_scores(trajectories: Sequence[Trajectory]) -> StateBelief:
     """Scores for rules that need no critic: nothing is known but what continuations cost.
 
     The cost of a state is the mean over this step's rollouts of what they generated from the
@@ -303,9 +283,10 @@ def uninformed_scores(trajectories: Sequence[Trajectory]) -> StateScores:
         left[b, : len(tokens)] = np.cumsum(tokens[::-1])[::-1]
     played = np.isfinite(left)
     by_turn = np.where(played, left, 0.0).sum(axis=0) / np.maximum(played.sum(axis=0), 1)
-    return StateScores(
+    return StateBelief(
         mean=np.full(shape, 0.5),
         error_features=np.zeros((*shape, 1)),
+        variance=np.zeros(shape),
         noise_var=np.full(shape, 0.25),
         cost=np.broadcast_to(np.maximum(by_turn, 1.0), shape),
     )

@@ -23,14 +23,14 @@ from focus.branching.budget import Ledger
 from focus.branching.plan import Plan
 from focus.rollout.accounting import Stopwatch, ledger_of, recomputed_share
 from focus.rollout.agent import Agent, Rollout, play, request_seed
-from focus.rollout.belief import StateBeliefs, StateScores, make_beliefs
+from focus.rollout.belief import StateBeliefs, make_beliefs
 from focus.rollout.pool import Patience, Pool, Slots, TokenAccount
 from focus.rollout.step import NO_BRANCHES, EpisodeCost, StepConfig
 from focus.tasks.base import Task
-from focus.types import RolloutTree, Trajectory
+from focus.types import RolloutTree, StateBelief, Trajectory
 
 # The learner's forward pass: base trajectories in, the critic's belief about their states out.
-Scorer = Callable[[Sequence[Trajectory]], StateScores]
+Scorer = Callable[[Sequence[Trajectory]], StateBelief]
 # Why a trajectory is not to be trained on, None if it is.
 Screen = Callable[[Trajectory], str | None]
 
@@ -337,7 +337,7 @@ async def _branch(
     step: StepPlay,
     account: TokenAccount,
     base: Sequence[Trajectory],
-    scores: StateScores,
+    scores: StateBelief,
     clock: Stopwatch,
 ) -> _Branched:
     """Plans, branches and updates the belief, round after round."""

@@ -17,13 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from focus.branching.budget import TokenBudget
-from focus.rollout.engine import (
-    Engine,
-    EngineError,
-    FleetDead,
-    GenerateRequest,
-    GenerateResult,
-)
+from focus.engine.protocol import Engine, EngineError, FleetDead, GenerateRequest, GenerateResult
 from focus.types import Trajectory
 
 # Longest wait for the answer to an abort; the request is lost either way.

@@ -1,8 +1,8 @@
 """Compiles the programs of a run for a TPU slice that is not there.
 
 `libtpu` compiles ahead of time for a named topology on any host. What is compiled is what
-`focus.trainer` runs: the gradient of a micro-batch, the optimiser step, the scoring pass and the
-critic, with their shardings, on arrays that have a shape and a place but no contents. Where
+`focus.run.trainer` runs: the gradient of a micro-batch, the optimiser step, the scoring pass and
+the critic, with their shardings, on arrays that have a shape and a place but no contents. Where
 adapters are trained, their base is one more argument of the first and the third, in float32 and
 cut up like parameters, and stays in memory during the others.
 """
@@ -28,16 +28,16 @@ import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from focus import experiment
 from focus.critic.state import Evidence
 from focus.learner import packing, sharding
-from focus.learner.backbone import EvidenceRows
-from focus.learner.critic import CriticLearner
+from focus.learner.critic_on_policy import CriticLearner
+from focus.learner.critic_own_backbone import EvidenceRows
 from focus.learner.scoring import jit_score, policy_model
 from focus.learner.state import init_state, make_optimizer
 from focus.learner.update import PolicyBatch, jit_accumulate, jit_apply, make_policy_loss
 from focus.policy import lora
 from focus.policy import model as models
+from focus.run import experiment
 from focus.tpu import flops, hlo
 from focus.tpu.chips import Slice
 
@@ -142,7 +142,7 @@ def _abstract(tree: Any, shardings: Any) -> Any:
 
 
 def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
-    """The programs of a step of a run, as `focus.trainer` makes them.
+    """The programs of a step of a run, as `focus.run.trainer` makes them.
 
     Args:
       config: of the run.

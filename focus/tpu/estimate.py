@@ -64,9 +64,9 @@ from typing import Any
 import jax
 import ml_collections
 
-from focus import experiment
 from focus.policy import gated_delta, logprobs, lora
 from focus.policy import model as models
+from focus.run import experiment
 from focus.tpu import flops
 from focus.tpu.chips import Chip, Slice
 

@@ -44,9 +44,9 @@ import ml_collections
 import rich.console
 import rich.table
 
-from focus import experiment
 from focus.policy import lora
 from focus.policy import model as models
+from focus.run import experiment
 from focus.tpu import estimate, flops
 from focus.tpu.chips import Chip, Gpu, parse_topology
 from focus.tpu.estimate import Layout, Seconds

@@ -10,10 +10,10 @@ from typing import Any
 
 import ml_collections
 
-from focus import experiment
 from focus.learner import sharding
 from focus.policy import lora
 from focus.policy import model as models
+from focus.run import experiment
 from focus.tpu.chips import parse_topology
 from focus.tpu.compile import compile_program, programs, topology_devices
 from focus.tpu.report import report

@@ -1,0 +1,1 @@
+"""Text around the model: tokenizers, chat layouts, tool calls."""

@@ -1,0 +1,1 @@
+"""File formats of models: Hugging Face directories, PEFT adapters, GGUF."""

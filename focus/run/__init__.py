@@ -1,0 +1,1 @@
+"""From a config to the parts of a run, and one step of it."""
