@@ -24,9 +24,9 @@ import numpy as np
 from focus.credit.channels import missing_channels
 from focus.credit.registry import ESTIMATORS, estimate
 from focus.journal import write_atomically
-from focus.lab import exact, statistics
+from focus.lab import exact
+from focus.lab.collect import Collected, collect
 from focus.lab.jobs import Note
-from focus.lab.loop import collect
 from focus.lab.specs import WorldSpec, slug
 from focus.lab.statistics import interval
 from focus.lab.sweep import SEED_STRIDE
@@ -380,6 +380,39 @@ def league(world: WorldSpec, settings: LeagueSettings, note: Note) -> list[dict[
     return rows + [{"world": world.label, "estimator": n, "missing": m} for n, m in lacking]
 
 
+def judged(name: str, found: Collected) -> Sample:
+    """What an estimator says of rollouts.
+
+    An estimator that compares rollouts of a task, and does not know of forks, gets no branches to
+    compare: they are not rollouts of the task. It is charged for the tokens that it reads.
+
+    Args:
+      name: of the estimator.
+      found: of `collect`, one world.
+    """
+    inputs = set(ESTIMATORS[name].inputs)
+    batch, rows = found.batch, found.batch.row_mask
+    if "group_id" in inputs and not inputs & FORK_CHANNELS:
+        rows = rows & (jnp.arange(rows.size) < found.num_base)
+        batch = dataclasses.replace(batch, row_mask=rows)
+    credit = estimate(name, batch)
+    episodes = found.episodes
+    kept = credit.mask & episodes.mask & rows[:, None]
+    layer, state, action = episodes.layer[:, :-1], episodes.state[:, :-1], episodes.action
+    layers, states, actions = found.shape
+    layer = jnp.minimum(layer, layers - 1)
+    paid = found.batch.row_mask if inputs & BRANCH_CHANNELS else rows
+    return Sample(
+        estimate=credit.advantages,
+        truth=found.truth,
+        weight=jnp.where(kept, episodes.tokens, 0).astype(jnp.float32),
+        state_action=(layer * states + state) * actions + action,
+        policy_row=found.policy_row,
+        action=action,
+        tokens=jnp.sum(jnp.where(paid, episodes.cost, 0)).astype(jnp.float32),
+    )
+
+
 def what_is_missing(name: str, batch: CreditBatch) -> str:
     """Channels of an estimator that a batch lacks, "" if it has them all."""
     return ", ".join(sorted(missing_channels(batch, ESTIMATORS[name].inputs)))
@@ -405,9 +438,7 @@ def overall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         with np.errstate(divide="ignore"):
             snr = float(np.exp(np.mean(np.log(shares))))
         means = {key: float(np.mean([row[key] for row in mine])) for key in FIGURES if key != "snr"}
-        found.append(
-            {"estimator": name, "worlds": len(mine), "missing": "", **means, "snr": snr}
-        )
+        found.append({"estimator": name, "worlds": len(mine), "missing": "", **means, "snr": snr})
     # Those that every world feeds come first: a mean over fewer worlds is another mean.
     return sorted(found, key=lambda row: (-row["worlds"], -row["snr"]))
 
