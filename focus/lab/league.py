@@ -25,7 +25,7 @@ from focus.credit.channels import missing_channels
 from focus.credit.registry import ESTIMATORS, estimate
 from focus.journal import write_atomically
 from focus.lab import exact
-from focus.lab.collect import Collected, collect
+from focus.lab.collect import Collected, make_collect
 from focus.lab.jobs import Note
 from focus.lab.specs import WorldSpec, slug
 from focus.lab.statistics import interval
@@ -33,6 +33,11 @@ from focus.lab.sweep import SEED_STRIDE
 from focus.lab.worlds import WORLDS
 from focus.types import Array, CreditBatch
 
+# Channels whose readers know what a branch's row is: it has values of its own, or its place in a
+# tree or beside its parent.
+KNOWS_BRANCHES = {"value", "token_value", "parent", "parent_traj"}
+# Channels that hold what branches found.
+READS_BRANCHES = {"mc_return", "cut_value"}
 # True advantages below this are nobody's merit: their sign is not asked for.
 MIN_ADVANTAGE = 1e-6
 
@@ -320,10 +325,11 @@ def league(world: WorldSpec, settings: LeagueSettings, note: Note) -> list[dict[
         policy = jax.nn.softmax(drawn.logits)
         return drawn, policy, exact.policy_gradient(drawn, policy)
 
-    @jax.jit
-    @jax.vmap
-    def play(drawn, policy, key):
-        return collect(drawn, policy, key, arm=s.arm, tokens_per_step=s.tokens_per_step)
+    play = jax.jit(
+        jax.vmap(
+            make_collect(world.name, dict(world.options), s.arm, tokens_per_step=s.tokens_per_step)
+        )
+    )
 
     @jax.jit
     @jax.vmap
@@ -383,32 +389,31 @@ def league(world: WorldSpec, settings: LeagueSettings, note: Note) -> list[dict[
 def judged(name: str, found: Collected) -> Sample:
     """What an estimator says of rollouts.
 
-    An estimator that compares rollouts of a task, and does not know of forks, gets no branches to
-    compare: they are not rollouts of the task. It is charged for the tokens that it reads.
+    An estimator that compares whole rollouts gets no branches to compare, which are none; and it is
+    charged for the tokens that it reads.
 
     Args:
       name: of the estimator.
-      found: of `collect`, one world.
+      found: one world's.
     """
-    inputs = set(ESTIMATORS[name].inputs)
-    batch, rows = found.batch, found.batch.row_mask
-    if "group_id" in inputs and not inputs & FORK_CHANNELS:
+    spec = ESTIMATORS[name]
+    inputs, rows = set(spec.inputs), found.batch.row_mask
+    if not inputs & KNOWS_BRANCHES:
         rows = rows & (jnp.arange(rows.size) < found.num_base)
-        batch = dataclasses.replace(batch, row_mask=rows)
-    credit = estimate(name, batch)
+    # A branch's row holds what it played itself.
+    hparams = {"fork_rows": "suffix"} if "fork_rows" in spec.hparams else {}
+    credit = estimate(name, dataclasses.replace(found.batch, row_mask=rows), **hparams)
     episodes = found.episodes
-    kept = credit.mask & episodes.mask & rows[:, None]
-    layer, state, action = episodes.layer[:, :-1], episodes.state[:, :-1], episodes.action
-    layers, states, actions = found.shape
-    layer = jnp.minimum(layer, layers - 1)
-    paid = found.batch.row_mask if inputs & BRANCH_CHANNELS else rows
+    layers, states, actions = found.sizes
+    layer = jnp.minimum(episodes.layer[:, :-1], layers - 1)
+    paid = found.batch.row_mask if inputs & (KNOWS_BRANCHES | READS_BRANCHES) else rows
     return Sample(
         estimate=credit.advantages,
         truth=found.truth,
-        weight=jnp.where(kept, episodes.tokens, 0).astype(jnp.float32),
-        state_action=(layer * states + state) * actions + action,
+        weight=jnp.where(credit.mask & episodes.mask, episodes.tokens, 0).astype(jnp.float32),
+        state_action=(layer * states + episodes.state[:, :-1]) * actions + episodes.action,
         policy_row=found.policy_row,
-        action=action,
+        action=episodes.action,
         tokens=jnp.sum(jnp.where(paid, episodes.cost, 0)).astype(jnp.float32),
     )
 
