@@ -54,6 +54,8 @@ class History:
       expected_reduction: [steps] what the belief expected of the same.
       residual_variance: [steps] mean squared standardised residual of branch means; 1 if the
         variances are honest.
+      settled: [steps] share of the branches' tokens from states whose exact value is within .01
+        of 0 or 1, where no action decides anything any more.
       correlation: [steps] of advantages with true ones, over all tokens that are trained.
       base_fraction: [steps] of the budget, that base rollouts were launched for.
     """
@@ -67,6 +69,7 @@ class History:
     error_reduction: Array
     expected_reduction: Array
     residual_variance: Array
+    settled: Array
     correlation: Array
     base_fraction: Array
 
@@ -546,8 +549,11 @@ def _note(
     layer, state = _states(episodes)
     base = played.mean.shape[0]
     spent = jnp.sum(jnp.where(played.rows, episodes.cost, 0))
-    branch = jnp.sum(jnp.where(played.rows, episodes.cost, 0)[base:])
+    costs = jnp.where(played.rows, episodes.cost, 0)[base:]
+    branch = jnp.sum(costs)
     value = take_state(truth.v, layer, state)[:base]
+    left = value[played.parent, played.segment]
+    idle = jnp.sum(jnp.where(jnp.abs(left - 0.5) > 0.49, costs, 0))
     number = jnp.maximum(jnp.sum(played.exists), 1)
 
     def squares(estimate):
@@ -567,5 +573,6 @@ def _note(
         "error_reduction": jnp.where(branch > 0, fall * per_token, 0.0),
         "expected_reduction": jnp.where(branch > 0, played.expected * per_token, 0.0),
         "residual_variance": played.residual[0] / jnp.maximum(played.residual[1], 1.0),
+        "settled": idle / jnp.maximum(branch, 1),
         "correlation": _correlation(advantages, true_advantages, mask),
     }
