@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from focus.credit.channels import missing_channels
-from focus.credit.registry import ESTIMATORS, estimate
+from focus.credit.registry import ESTIMATORS
 from focus.journal import write_atomically
-from focus.lab import exact, statistics
+from focus.lab import exact
 from focus.lab.jobs import Note
 from focus.lab.loop import collect
 from focus.lab.specs import WorldSpec, slug
@@ -405,9 +405,7 @@ def overall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         with np.errstate(divide="ignore"):
             snr = float(np.exp(np.mean(np.log(shares))))
         means = {key: float(np.mean([row[key] for row in mine])) for key in FIGURES if key != "snr"}
-        found.append(
-            {"estimator": name, "worlds": len(mine), "missing": "", **means, "snr": snr}
-        )
+        found.append({"estimator": name, "worlds": len(mine), "missing": "", **means, "snr": snr})
     # Those that every world feeds come first: a mean over fewer worlds is another mean.
     return sorted(found, key=lambda row: (-row["worlds"], -row["snr"]))
 
