@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from focus.lab import critic, exact
 from focus.lab.arms import Arm
-from focus.lab.loop import Rollouts, collect_rollouts, credit_batch, sizes_of
+from focus.lab.loop import (
+    Rollouts,
+    action_probs,
+    collect_rollouts,
+    credit_batch,
+    sizes_of,
+    states_of,
+)
 from focus.lab.play import Episodes, play, take_state
 from focus.lab.world import ANSWER, CALL, SUMMARY, World
 from focus.lab.worlds import make_world
@@ -92,9 +99,13 @@ def make_collect(
             **_kinds(world, played.episodes),
             **_trees(world, policy, played, sizes.base),
             **_cuts(batch),
+            # A first step: no task was there before, and none has earlier scores.
             progress=jnp.float32(0.0),
+            hist_score=jnp.zeros(1),
+            hist_group=jnp.full(1, -1, jnp.int32),
+            is_revisit=jnp.zeros(played.rows.size, bool),
         )
-        layer, state = _states(played.episodes)
+        layer, state = states_of(played.episodes)
         true = take_state(exact.values(world, policy).a, layer, state)
         true = jnp.take_along_axis(true, played.episodes.action[..., None], axis=-1)[..., 0]
         return Collected(
@@ -115,12 +126,8 @@ def _play_tasks(world: World, policy: Array, task: Array, key: Array) -> Episode
     return play(world, policy, task, *start, jnp.ones(task.size, bool), key)
 
 
-def _states(episodes: Episodes) -> tuple[Array, Array]:
-    return episodes.layer[:, :-1], episodes.state[:, :-1]
-
-
 def _sight(world: World, episodes: Episodes) -> Array:
-    return take_state(world.seen, *_states(episodes))
+    return take_state(world.seen, *states_of(episodes))
 
 
 def _action_values(
@@ -150,7 +157,7 @@ def _values(
     value of its action.
     """
     episodes = played.episodes
-    layer, state = _states(episodes)
+    layer, state = states_of(episodes)
     look = {"look_weight": arm.look_weight, "weight": arm.weight}
     everyone = jnp.ones(history.task.size, bool)
     half = jnp.arange(history.task.size) % 2 == 0
@@ -242,16 +249,21 @@ def _prefixes(played: Rollouts) -> Array:
 
 
 def _scores(world: World, policy: Array, episodes: Episodes) -> dict[str, Array]:
-    """Entropies, and log-probs under a reference that knows nothing: all actions alike."""
-    probs = policy[take_state(world.policy_row, *_states(episodes))]
+    """Entropies, and log-probs under the reference, which is the world's first policy."""
+    probs, mask = action_probs(world, policy, episodes), episodes.mask
     entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
-    entropy = jnp.where(episodes.mask, entropy, 0.0)
-    even = jnp.where(episodes.mask, -jnp.log(float(world.num_actions)), 0.0)
-    return {"entropy": entropy, "segment_entropy": entropy, "ref_logp": even}
+    entropy = jnp.where(mask, entropy, 0.0)
+    first = jax.nn.log_softmax(world.logits)[take_state(world.policy_row, *states_of(episodes))]
+    first = jnp.take_along_axis(first, episodes.action[..., None], axis=-1)[..., 0]
+    return {
+        "entropy": entropy,
+        "segment_entropy": entropy,
+        "ref_logp": jnp.where(mask, first, 0.0),
+    }
 
 
 def _kinds(world: World, episodes: Episodes) -> dict[str, Array]:
-    layer, state = _states(episodes)
+    layer, state = states_of(episodes)
     kind = world.kind[jnp.minimum(layer, world.num_layers - 1), state, episodes.action]
     mask = episodes.mask
     return {

@@ -54,6 +54,8 @@ class History:
       expected_reduction: [steps] what the belief expected of the same.
       residual_variance: [steps] mean squared standardised residual of branch means; 1 if the
         variances are honest.
+      settled: [steps] share of the branches' tokens from states whose exact value is within .01
+        of 0 or 1, where no action decides anything any more.
       correlation: [steps] of advantages with true ones, over all tokens that are trained.
       base_fraction: [steps] of the budget, that base rollouts were launched for.
     """
@@ -67,6 +69,7 @@ class History:
     error_reduction: Array
     expected_reduction: Array
     residual_variance: Array
+    settled: Array
     correlation: Array
     base_fraction: Array
 
@@ -125,14 +128,14 @@ def _policy(world: World, weights: Array) -> Array:
     return jax.nn.softmax(world.logits + push, axis=-1)
 
 
-def _states(episodes: Episodes) -> tuple[Array, Array]:
+def states_of(episodes: Episodes) -> tuple[Array, Array]:
     """Layer and state [B, S] in which each segment begins."""
     return episodes.layer[:, :-1], episodes.state[:, :-1]
 
 
-def _action_probs(world: World, policy: Array, episodes: Episodes) -> Array:
+def action_probs(world: World, policy: Array, episodes: Episodes) -> Array:
     """[B, S, A] probabilities that each action was drawn from."""
-    return policy[take_state(world.policy_row, *_states(episodes))]
+    return policy[take_state(world.policy_row, *states_of(episodes))]
 
 
 def _join(base: Episodes, branches: Episodes | None) -> Episodes:
@@ -153,7 +156,7 @@ def core_batch(
       group: [B] int32 of each row.
       rows: [B] bool, rows that were played.
     """
-    probs = _action_probs(world, policy, episodes)
+    probs = action_probs(world, policy, episodes)
     logp = jnp.log(jnp.take_along_axis(probs, episodes.action[..., None], axis=-1)[..., 0])
     mask = episodes.mask
     segments = jnp.arange(mask.shape[1], dtype=jnp.int32)
@@ -239,7 +242,7 @@ def collect_rollouts(
     base = base.keep(base_rows)
     group = jnp.repeat(jnp.arange(sizes.groups, dtype=jnp.int32), arm.group_size)
     turns = world.num_layers
-    probs = _action_probs(world, policy, base)
+    probs = action_probs(world, policy, base)
     norm = jnp.where(base.mask, 1.0 - jnp.sum(jnp.square(probs), axis=-1), 0.0)
     amount = norm * base.tokens if arm.weights == "score_norm" else base.tokens.astype(jnp.float32)
     weight = jax.vmap(state_weights)(amount, base.mask)[:, :turns]
@@ -248,7 +251,7 @@ def collect_rollouts(
 
     def believe(episodes):
         return critic.belief(
-            counts, world, *_states(episodes), look_weight=arm.look_weight, weight=arm.weight
+            counts, world, *states_of(episodes), look_weight=arm.look_weight, weight=arm.weight
         )
 
     mean, tau2 = believe(base)
@@ -374,7 +377,7 @@ def _features(
     turns = world.num_layers
     branchable = base.mask & base_rows[:, None]
     if arm.alive_only:
-        branchable &= _may_succeed(world)[take_state(world.seen, *_states(base))]
+        branchable &= _may_succeed(world)[take_state(world.seen, *states_of(base))]
     # Tokens to go from each turn on, of the rollouts that got there; never above the most.
     after = jnp.flip(jnp.cumsum(jnp.flip(base.tokens, 1), axis=1), 1)
     at_turn = jnp.sum(after, axis=0) / jnp.maximum(jnp.sum(base.mask, axis=0), 1)
@@ -439,7 +442,7 @@ def gradient(
     world: World, policy: Array, episodes: Episodes, advantages: Array, mask: Array
 ) -> Array:
     """[R, A] gradient of the sum over tokens of `advantage log pi(action)` in the logits."""
-    row = take_state(world.policy_row, *_states(episodes))
+    row = take_state(world.policy_row, *states_of(episodes))
     score = jax.nn.one_hot(episodes.action, policy.shape[-1]) - policy[row]
     push = jnp.where(mask, advantages * episodes.tokens, 0.0)
     return jnp.zeros_like(policy).at[row].add(push[..., None] * score)
@@ -543,11 +546,14 @@ def _note(
 ) -> dict[str, Array]:
     """What is noted of a step, before its update."""
     episodes = played.episodes
-    layer, state = _states(episodes)
+    layer, state = states_of(episodes)
     base = played.mean.shape[0]
     spent = jnp.sum(jnp.where(played.rows, episodes.cost, 0))
-    branch = jnp.sum(jnp.where(played.rows, episodes.cost, 0)[base:])
+    costs = jnp.where(played.rows, episodes.cost, 0)[base:]
+    branch = jnp.sum(costs)
     value = take_state(truth.v, layer, state)[:base]
+    left = value[played.parent, played.segment]
+    idle = jnp.sum(jnp.where(jnp.abs(left - 0.5) > 0.49, costs, 0))
     number = jnp.maximum(jnp.sum(played.exists), 1)
 
     def squares(estimate):
@@ -567,5 +573,6 @@ def _note(
         "error_reduction": jnp.where(branch > 0, fall * per_token, 0.0),
         "expected_reduction": jnp.where(branch > 0, played.expected * per_token, 0.0),
         "residual_variance": played.residual[0] / jnp.maximum(played.residual[1], 1.0),
+        "settled": idle / jnp.maximum(branch, 1),
         "correlation": _correlation(advantages, true_advantages, mask),
     }
