@@ -19,6 +19,7 @@ from focus.lab.arms import Arm
 from focus.lab.loop import (
     Rollouts,
     action_probs,
+    any_world,
     collect_rollouts,
     credit_batch,
     sizes_of,
@@ -26,7 +27,6 @@ from focus.lab.loop import (
 )
 from focus.lab.play import Episodes, play, take_state
 from focus.lab.world import ANSWER, CALL, SUMMARY, World
-from focus.lab.worlds import make_world
 from focus.types import Array, CreditBatch
 
 
@@ -78,7 +78,7 @@ def make_collect(
     """
     if history_steps < 1:
         raise ValueError(f"history_steps must be >= 1, got {history_steps}")
-    sizes = sizes_of(make_world(world_name, **world_options), arm, tokens_per_step)
+    sizes = sizes_of(any_world(world_name, world_options), arm, tokens_per_step)
     earlier = max(1, int(history_steps * sizes.base / arm.base_fraction))
 
     def collect(world, policy, key):

@@ -9,6 +9,7 @@ Seeds are independent worlds and runs; batch with `jax.vmap`, compile once with 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,6 +94,19 @@ class Sizes:
     most_from: tuple[int, ...]
 
 
+@jax.jit
+def _mean_tokens(world: World) -> Array:
+    """Of an episode of the first policy."""
+    policy = jax.nn.softmax(world.logits)
+    flow = exact.occupancy(world, policy)[..., None] * policy[world.policy_row]
+    return jnp.sum(flow * world.tokens)
+
+
+def any_world(name: str, options: Mapping[str, Any]) -> World:
+    """A world to take shapes from: seed 0, drawn by one compiled program."""
+    return jax.jit(functools.partial(make_world, name, **options))()
+
+
 def sizes_of(world: World, arm: Arm, tokens_per_step: int) -> Sizes:
     """Shapes that hold what an arm may do with its budget in a world.
 
@@ -113,9 +127,7 @@ def sizes_of(world: World, arm: Arm, tokens_per_step: int) -> Sizes:
             f"{arm.group_size} episodes of up to {most_from[0]} tokens in {world.name}; raise "
             "tokens_per_step or base_fraction, or lower group_size"
         )
-    policy = jax.nn.softmax(world.logits)
-    flow = exact.occupancy(world, policy)[..., None] * policy[world.policy_row]
-    mean = float(jnp.sum(flow * world.tokens))
+    mean = float(_mean_tokens(world))
     exactly = mean > most_from[0] - 1e-3  # episodes of one length only
     rows = base_budget / mean if exactly else SPARE_ROWS * base_budget / mean
     groups = max(1, math.floor(rows / arm.group_size + (0.001 if exactly else 1)))
@@ -480,7 +492,7 @@ def make_run(
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
-    sizes = sizes_of(make_world(world_name, **world_options), arm, tokens_per_step)
+    sizes = sizes_of(any_world(world_name, world_options), arm, tokens_per_step)
     optimizer = {"sgd": optax.identity, "adam": optax.scale_by_adam}[arm.optimizer]()
 
     def run(seed, learning_rate):
