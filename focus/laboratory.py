@@ -116,7 +116,7 @@ def read_parts(config: ml_collections.ConfigDict) -> Parts:
             seeds=c.league.seeds,
             batches=c.league.batches,
             chunk=c.league.chunk,
-            tokens_per_step=c.tokens_per_step,
+            tokens=c.league.tokens,
             seed=c.seed,
         )
     if not (worlds or league_worlds):
