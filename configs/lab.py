@@ -46,6 +46,7 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
         )
     c = ml_collections.ConfigDict()
     c.seed = 0  # shifts all seeds
+    c.cache_dir = ""  # where compiled programs are kept; "" is $FOCUS_CACHE or ~/.cache/focus
     c.worlds = (*WORLDS[:2], WORLDS[3], WORLDS[5])
     c.arms = ("grpo", "ppo", "vineppo", "focus_random", "focus_random_alive", "focus")
     c.ours = "focus"  # the arm that all others are compared with

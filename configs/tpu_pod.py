@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_collections
 
 # By its path, as config files themselves are read: `configs` is no installed package.
-_QUICKSTART = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))
+_DEFAULT = runpy.run_path(str(Path(__file__).with_name("default.py")))
 
 # Shapes as in the models' config.json.
 MODELS = {
@@ -73,11 +73,12 @@ PRESETS = {
 
 
 def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
-    """The configuration of `preset`; keys that are not set here are those of the quickstart."""
+    """The configuration of `preset`; keys that are not set here are those of default.py."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
     model, _, micro_rows, remat, logprob_chunk = PRESETS[preset]
-    c = _QUICKSTART["get_config"]("focus")
+    c = _DEFAULT["get_config"]("focus")
+    c.steps = c.learner.schedule_steps = 70
     c.budget = 2_000_000
     c.task.max_turns = 30
     c.model = ml_collections.ConfigDict(

@@ -5,33 +5,32 @@ python scripts/export_model.py --config configs/quickstart_sglang.py --out model
 
 import sys
 
-from absl import app, flags
-from ml_collections import config_flags
-
 from focus.formats import hf
 from focus.formats.hf_config import DTYPES
-from focus.run import experiment, warm_start
-
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Of the run.", lock_config=True)
-_OUT = flags.DEFINE_string("out", None, "Directory to write.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", sorted(DTYPES), "Of the weights that are written.")
-flags.mark_flag_as_required("config")
+from focus.run import experiment, plugins, warm_start
+from focus.run.command_line import Parser
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
-    config = _CONFIG.value
+def main():
+    parser = Parser(__doc__)
+    parser.add_config("of the run")
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument(
+        "--dtype", default="float32", choices=sorted(DTYPES), help="of the weights in the file"
+    )
+    options = parser.parse_args()
+    config = options.config
     try:
+        plugins.load(config.plugins)
         experiment.validate(config)
         start = warm_start.load_or_make(config, experiment.make_env(config))
         model = experiment.model_config(config)
-        hf.save_checkpoint(_OUT.value, model, start.params, dtype=_DTYPE.value)
-        hf.save_tokenizer(_OUT.value, start.chat)
+        hf.save_checkpoint(options.out, model, start.params, dtype=options.dtype)
+        hf.save_tokenizer(options.out, start.chat)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    print(f"{_OUT.value}: contexts of {model.max_context} tokens, {_DTYPE.value}")
+    print(f"{options.out}: contexts of {model.max_context} tokens, {options.dtype}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

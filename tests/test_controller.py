@@ -271,7 +271,7 @@ def test_the_ledger_counts_by_purpose():
     first = [b.segments[0].generations[0] for b in tree.branches]
     recomputed = sum(len(g.prompt_ids) - 1 - g.cached_tokens for g in first)
     assert collected.recomputed_share == recomputed / sum(len(g.prompt_ids) - 1 for g in first)
-    assert set(ledger.seconds) == {"rollout", "score", "controller"}
+    assert set(ledger.seconds) == {"rollout", "tools", "score", "controller"}
 
 
 @settings(deadline=None, max_examples=30)

@@ -34,6 +34,8 @@ from focus.formats.hf_config import DTYPES, Tensor, check_dtype
 Params = dict[str, Any]
 
 MAX_FILE_BYTES = 4 * 2**30
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # of a tensor that is compared with another, at a time
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -53,7 +55,8 @@ def load_checkpoint(
 
     Raises:
       ValueError: the architecture or a feature of it is unknown, tensors are missing, left over
-        or of another shape, or a file is damaged. Nothing has been allocated then.
+        or of another shape, a head beside tied embeddings differs from them, or a file is
+        damaged. Nothing has been allocated then.
     """
     check_dtype(dtype)
     path = Path(path)
@@ -62,6 +65,8 @@ def load_checkpoint(
     with contextlib.ExitStack() as stack:
         files = _our_names(path, config, _open_files(path, stack))
         _check_tensors(path, config, tensors, files)
+        if config.tie_embeddings and _HEAD in files:
+            _check_tied(path, files)
         target = np.dtype(DTYPES[dtype])
         params = {
             name: _load(parts, files, target, _sharding_of(shardings, name))
@@ -231,6 +236,25 @@ def _check_tensors(
                 f"{name} in {path} is stored as {code}; readable are "
                 f"{sorted(_DTYPE_CODES.values())}, quantised models have to be dequantised first"
             )
+
+
+def _check_tied(path: Path, files: Mapping[str, Any]) -> None:
+    """A head beside tied embeddings has to be a copy of them."""
+    embed, head = files[_EMBED], files[_HEAD]
+    rows = embed.get_shape()[0]
+
+    def part(tensor, at):
+        return tensor[at : min(at + _ROWS, rows)].astype(np.float32)
+
+    same = embed.get_shape() == head.get_shape() and all(
+        np.array_equal(part(embed, at), part(head, at)) for at in range(0, rows, _ROWS)
+    )
+    if not same:
+        raise ValueError(
+            f"{_HEAD} in {path} differs from {_EMBED}, and config.json says tie_word_embeddings: "
+            "the model has a head of its own; set tie_word_embeddings to false, or take the "
+            "tensor out of the file"
+        )
 
 
 def _load(parts: Sequence[Tensor], files: Mapping, dtype: np.dtype, sharding: Any) -> jax.Array:

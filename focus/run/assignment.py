@@ -19,7 +19,7 @@ from focus.learner.scoring import Scores
 from focus.learner.update import PolicyBatch
 from focus.rollout import Agent
 from focus.rollout.values import Values
-from focus.run import experiment
+from focus.run import experiment, learning
 from focus.tasks.base import Environment
 from focus.types import Array, Credit, CreditBatch, Trajectory
 
@@ -39,7 +39,7 @@ class Assignment:
         self._estimate = jax.jit(functools.partial(estimate, config.credit.estimator, **hparams))
         self._channels = experiment.estimator_channels(config)
         self._whiten = jax.jit(masked_whiten)
-        self._loss_config = experiment.loss_config(config)
+        self._loss_config = learning.loss_config(config)
         self._sequence_log_ratio = jax.jit(
             functools.partial(losses.sequence_log_ratio, level=self._loss_config.importance_level)
         )

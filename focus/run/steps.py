@@ -318,6 +318,8 @@ def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
         "rollouts/cut": tally.cut,
         "rollouts/tasks": tally.num_tasks,
         "rollouts/technical_failures": tally.technical_failures,
+        "tools/calls": tally.tool_calls,
+        "tools/faults": tally.tool_faults,
         "rollouts/turns": float(np.mean([t.num_segments for t in tally.base] or [0])),
         "citations/valid": tally.valid_citations,
         "branches/states": len(tally.branch_stats),
