@@ -118,12 +118,27 @@ class Arm:
         return "value" in ESTIMATORS[self.estimator].inputs
 
 
+# Episodes of the first policy that a critic learns from before the first step, at no token: a warm
+# start has played many more. Every arm with a critic gets them.
+_WARMUP = 400
+_TRUST = (("lambda_mode", "trust"),)
+
+
+def _fixed(lambda_: float) -> tuple[tuple[str, Any], ...]:
+    return (("lambda_", lambda_),)
+
+
 def _focus(name: str, **options: Any) -> Arm:
+    """FOCUS as the laboratory finds it best, but for `options`; see docs/lab.md."""
     defaults = dict(
         estimator="focus",
-        hparams=(("lambda_", 0.95),),
+        hparams=_TRUST,
         rule="expected_error_reduction",
         base_fraction=0.5,
+        ks=(1,),
+        max_per_state=1,
+        max_picks=96,
+        critic_warmup=_WARMUP,
     )
     return Arm(name, **{**defaults, **options})
 
@@ -132,14 +147,23 @@ _ALL = (
     Arm("grpo", "dr_grpo", group_size=8, normalise="none"),
     Arm("grpo_std", "grpo", group_size=8, normalise="none"),
     Arm("rloo", "rloo", group_size=8, normalise="none"),
-    Arm("ppo", "ppo", hparams=(("lambda_", 0.95),)),
+    Arm("ppo", "ppo", hparams=_fixed(0.95), critic_warmup=_WARMUP),
+    Arm("ppo_cold", "ppo", hparams=_fixed(0.95)),
+    # The strongest arm without branches: what branches have to beat.
+    Arm("ppo_trust", "focus", hparams=_TRUST, critic_warmup=_WARMUP),
     Arm(
         "vineppo", "vineppo", rule="uniform", base_fraction=0.15, ks=(3,), max_per_state=3,
         max_picks=80, train_on_branches=False,
     ),
     _focus("focus"),
-    _focus("focus_fixed_half"),
-    _focus("focus_trust", hparams=(("lambda_mode", "trust"),)),
+    _focus("focus_cold", critic_warmup=0),
+    _focus("focus_lambda_0", hparams=_fixed(0.0)),
+    _focus("focus_lambda_50", hparams=_fixed(0.5)),
+    _focus("focus_lambda_95", hparams=_fixed(0.95)),
+    _focus("focus_lambda_100", hparams=_fixed(1.0)),
+    _focus("focus_k4", ks=(4,), max_per_state=4, max_picks=24),
+    _focus("focus_few_branches", base_fraction=0.75),
+    _focus("focus_task_errors", task_share=0.9),
     _focus("focus_tokens", weights="tokens"),
     _focus("focus_alive", alive_only=True),
     _focus("focus_random", rule="random"),
@@ -153,4 +177,4 @@ _ALL = (
     _focus("focus_uniform", rule="uniform"),
     _focus("focus_idle_branches", train_on_branches=False),
 )  # fmt: skip
-ARMS: dict[str, Arm] = {arm.name: arm for arm in _ALL if arm.name != "focus_fixed_half"}
+ARMS: dict[str, Arm] = {arm.name: arm for arm in _ALL}
