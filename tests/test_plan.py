@@ -367,6 +367,13 @@ def test_the_tables_say_who_waits():
     chosen = plan.choose(plans, 0.25)
     console = rich.console.Console(width=120, record=True, file=io.StringIO())
     plan.show_search(plans, chosen, config.budget, GPU, console)
+    for width in (80, 100, 120):  # never cuts a word off, however narrow
+        narrow = rich.console.Console(file=io.StringIO(), width=width)
+        plan.show_search(plans, chosen, config.budget, GPU, narrow)
+        table = narrow.file.getvalue()
+        assert "…" not in table and all(p.layout.slice_.name in table for p in plans)
+        assert "rollouts s" in table and "who waits" in table
+        assert max(map(len, table.splitlines())) <= 120
     plan.show(chosen, config.budget, GPU, console)
     text = console.export_text()
     (marked,) = [line for line in text.splitlines() if "->" in line]
