@@ -14,6 +14,7 @@ CORE = [
     "orbax-checkpoint>=0.12.8,<0.14",
     "chex>=0.1.92,<0.3",
     "numpy>=2.0,<3",
+    "scipy>=1.13,<2",  # JAX brings it; Student's t of the laboratory's intervals
     "ml-collections>=1.1,<2",
     "absl-py>=2.1,<3",  # what ml-collections and orbax log through, which the scripts quieten
     # Text: byte-level BPE in Rust, the library behind every tokenizer.json we will meet.
@@ -79,7 +80,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["focus", "focus.*"]),
-    package_data={"focus.report": ["*.j2"]},
+    package_data={"focus": ["py.typed"], "focus.report": ["*.j2"]},
     install_requires=CORE,
     extras_require=EXTRAS,
 )

@@ -150,6 +150,7 @@ def get_config(method: str = "focus", *, start: str = "warm_start") -> ml_collec
 
     c.branching = ml_collections.ConfigDict()
     c.branching.rule = "expected_error_reduction"  # key of focus.branching.RULES, or none
+    c.branching.weight = "score_norm"  # what an error of V matters by; tokens: those it reaches
     c.branching.base_fraction = 0.5  # share of the budget that base rollouts are launched for
     c.branching.rounds = 2  # of branches; each plans with what the one before has found
     c.branching.ks = (1, 2, 4)  # continuations that one choice may add to a state
@@ -169,10 +170,18 @@ def get_config(method: str = "focus", *, start: str = "warm_start") -> ml_collec
     c.critic.capacity = 2048  # states that are remembered
     c.critic.evidence_bucket = 1024  # states of a step, padded
     c.critic.replay_steps = 4  # steps whose states are remembered
-    c.critic.warmup_steps = 3  # steps in which the critic learns and the policy does not
+    # Episodes of the warm start that the critic learns from before the first step, 0 for none,
+    c.critic.pretrain_episodes = 3000 if start == "warm_start" else 0
+    c.critic.pretrain_epochs = 8  # and passes over them
+    # Steps in which the critic learns and the policy does not.
+    c.critic.warmup_steps = 0 if start == "warm_start" else 3
     c.critic.lambda_ = 1.0  # of the critic's targets; 1: the outcome
     c.critic.values_from = "before"  # before, crossfit, after: whose outcomes a baseline may know
     c.critic.refine = "joint"  # none, local, joint: how branches enter the values
+    # fitted: errors of tasks, episodes and states, scaled to recent misses; ensemble: as it says
+    c.critic.covariance = "fitted"
+    c.critic.siblings = True  # rollouts of one task are evidence about each other's values
+    c.critic.gate = True  # where the critic explains nothing, other rollouts are the baseline
 
     c.credit = ml_collections.ConfigDict()
     c.credit.estimator = "focus"  # key of focus.credit.ESTIMATORS: python -m focus.credit
@@ -245,6 +254,7 @@ def _set_method(c: ml_collections.ConfigDict, method: str) -> None:
         c.context.manager = "summarize"
     elif method == "vineppo":
         c.branching.rule = "uniform"
+        c.branching.weight = "tokens"
         c.branching.base_fraction = 0.15
         c.branching.rounds = 1
         c.branching.ks = (3,)

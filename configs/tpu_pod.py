@@ -102,6 +102,7 @@ def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
     c.context.limit = 12288
     c.branching.update(rounds=2, max_per_state=4)
     c.critic.update(width=512, capacity=8192, learning_rate=3e-4, evidence_bucket=4096)
+    c.critic.update(pretrain_episodes=0, warmup_steps=3)  # a pretrained model has no warm start
     c.learner.update(
         learning_rate=1e-6,
         warmup_steps=10,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_collections
 import numpy as np
 
-from focus.learner import compilations, hosts
-from focus.learner.checkpoint import Checkpointer
+from focus.learner import hosts
 from focus.rollout import (
     Agent,
     AllRolloutsFailed,
@@ -24,9 +21,8 @@ from focus.rollout import (
     UnlimitedAccount,
     play,
 )
-from focus.run import experiment, inputs, plugins, warm_start
 from focus.run.backends import alive_everywhere
-from focus.run.trainer import Trainer
+from focus.run.restored import restore_run
 from focus.tasks.base import Task
 from focus.terminal import Start
 from focus.types import Trajectory
@@ -121,34 +117,13 @@ def evaluate_run(
       ValueError: no run there, no such checkpoint, more tasks than there are, or other contents
         of the files that the run reads.
     """
-    workdir = Path(workdir)
-    if not (workdir / "config.json").is_file():
-        raise ValueError(f"no run in {workdir}: config.json is missing; give a workdir of train.py")
-    config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
-    if temperature is not None:
-        config.evaluate.temperature = temperature
-    if num_tasks is not None:
-        config.evaluate.num_tasks = num_tasks
     start = start or Start(quiet=True)
-    compilations.keep(experiment.cache_dir(config) / "jax")
-    plugins.load_kept(workdir)
-    experiment.validate(config)
-    with start.part("tasks"):
-        inputs.check(inputs.find(config), workdir)
-        env = experiment.make_env(config)
-        experiment.heldout_tasks(config, env)  # refuses more than there are
-    with start.part("warm start"):
-        warm = warm_start.load_or_make(config, env, start)
-    with start.part("compiling"):
-        trainer = Trainer(config, env, warm)
-    with start.part("checkpoint"):
-        checkpointer = Checkpointer(workdir)
-        restored = checkpointer.restore(trainer.init_state(), step=step)
-        checkpointer.close()
+    restored = restore_run(workdir, step, start=start, temperature=temperature, num_tasks=num_tasks)
+    config, trainer = restored.config, restored.trainer
 
     async def run() -> Evaluation:
         async with trainer.engine:
-            push = trainer.backend.publisher(workdir / "evaluation")
+            push = trainer.backend.publisher(Path(workdir) / "evaluation")
             await push(trainer.rollout_params(restored.state), restored.step)
             return await evaluate(
                 trainer.eval_agent,

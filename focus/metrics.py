@@ -32,33 +32,43 @@ METHODS = {
 }
 
 
-def run_name(config: Mapping[str, Any]) -> str:
-    """What a run is called: what it ran, whatever config it began with.
+def run_name(config: Mapping[str, Any]) -> str | None:
+    """A run's name: "gigpo" for a GRPO config with that estimator, "focus, random branches".
 
     A method where estimator, rule and context manager are that method's; else the estimator, with
-    what is not as usual for it: "gigpo", "focus, random branches", "focus, no branches", "grpo,
-    summarize". A `config.method` of the user's own stands before that: "mine: gigpo".
+    what is not as usual for it. A `method` of the user's own stands before that: "mine: gigpo".
 
     Args:
-      config: of the run, nested, as in `config.json`.
+      config: nested, as in `config.json`; a run may be read whose config lacks parts, and then
+        its method is its name.
+
+    Returns:
+      The name; None if the config says nothing of a method.
     """
+    method = config.get("method")
     ran = estimator, rule, manager = (
-        config["credit"]["estimator"],
-        config["branching"]["rule"],
-        config["context"]["manager"],
+        _get(config, "credit", "estimator"),
+        _get(config, "branching", "rule"),
+        _get(config, "context", "manager"),
     )
-    name = next((method for method, sets in METHODS.items() if sets == ran), None)
+    if None in ran:
+        return None if method is None else str(method)
+    name = next((known for known, sets in METHODS.items() if sets == ran), None)
     if name is None:
         _, usual_rule, usual_manager = METHODS.get(estimator, ("", "none", "full"))
-        parts = [estimator]
+        parts = [str(estimator)]
         if rule != usual_rule:
-            words = "no" if rule == "none" else rule.replace("_", " ")
+            words = "no" if rule == "none" else str(rule).replace("_", " ")
             parts.append(f"{words} branches")
         if manager != usual_manager:
-            parts.append("full context" if manager == "full" else manager.replace("_", " "))
+            parts.append("full context" if manager == "full" else str(manager).replace("_", " "))
         name = ", ".join(parts)
-    method = config["method"]
-    return name if method in METHODS or method == name else f"{method}: {name}"
+    return name if method is None or method in METHODS or method == name else f"{method}: {name}"
+
+
+def _get(config: Mapping[str, Any], section: str, key: str) -> Any:
+    part = config.get(section)
+    return part.get(key) if isinstance(part, Mapping) else None
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:

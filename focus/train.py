@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
-import platform
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 
-import focus
 from focus.branching.budget import Ledger
 from focus.engine import FleetDead
 from focus.evaluate import Evaluation, evaluate
@@ -35,7 +32,14 @@ from focus.metrics import (
     summary_lines,
     wandb_options,
 )
-from focus.report import build_report, record_trees, write_branches, write_trees
+from focus.report import (
+    build_report,
+    record_evaluation,
+    record_trees,
+    write_branches,
+    write_evaluation,
+    write_trees,
+)
 from focus.rollout import (
     AllRolloutsFailed,
     BaseRollouts,
@@ -46,10 +50,9 @@ from focus.rollout import (
     Stopwatch,
     Tally,
 )
-from focus.run import experiment, inputs, plugins, stopping, warm_start
+from focus.run import experiment, head_start, inputs, plugins, stopping, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
-    LAG,
     Learned,
     Progress,
     collect_step,
@@ -59,6 +62,7 @@ from focus.run.steps import (
     tally_step,
 )
 from focus.run.stopping import Stopped, StopRequested, StopSignals
+from focus.run.summary import summarise
 from focus.run.trainer import Trainer
 from focus.terminal import Start
 
@@ -239,9 +243,19 @@ class _Run:
             with start.part("held-out tasks"):
                 latest = await self._evaluate(clock)
                 self.progress.success_before = latest.success
-                self.state = self.trainer.valuation.fit(self.state, latest.trajectories)
+            with clock.phase("critic"):
+                self.state = self._prepare_critic(latest, start)
         self.progress.ledger += Ledger(seconds=clock.seconds)
         return latest
+
+    def _prepare_critic(self, latest: Evaluation, start: Start) -> TrainState:
+        """What the critic can know before the first step."""
+        trainer, c = self.trainer, self.config.critic
+        if not (c.enabled and c.pretrain_episodes):
+            return trainer.valuation.fit(self.state, latest.trajectories)
+        with start.part("critic"):
+            evidence = head_start.load_or_make(self.config, trainer.env, trainer.start, start)
+            return trainer.valuation.pretrain(self.state, evidence)
 
     async def _step(self, ahead: RolloutsAhead, write: Write) -> Evaluation | None:
         """One step of the method, and what is due after it."""
@@ -332,7 +346,14 @@ class _Run:
                 concurrency=self.config.rollout.max_running,
             )
             self.trainer.backend.forget()
-            return result
+        if hosts.is_first() and self.config.log.tree_tasks:
+            records = record_evaluation(
+                result.trajectories,
+                self.trainer.heldout_tasks,
+                decode=self.trainer.start.chat.decode,
+            )
+            write_evaluation(self.workdir, self.done, records)
+        return result
 
     def _record(self, step: int, collected: Collected, tally: Tally, learned: Learned) -> None:
         """What the report shows of a step; the first process writes."""
@@ -347,6 +368,7 @@ class _Run:
             collected.tasks,
             **learned.values.for_report(),
             segment_advantages=learned.segment_advantages,
+            trained_advantages=learned.trained_advantages,
             max_tasks=self.config.log.tree_tasks,
             decode=self.trainer.start.chat.decode,
         )
@@ -440,64 +462,12 @@ def _finish(
     trainer: Trainer,
 ) -> dict[str, Any]:
     """Writes the summary and the report."""
-    ledger, sums = progress.ledger, progress.sums
-    lags = {
-        int(name.removeprefix(LAG)): int(count)
-        for name, count in sums.items()
-        if name.startswith(LAG)
-    }
-    steps = max(sums.get("steps", 0), 1)
-    step_phases = ("rollout", "tools", "score", "controller", "critic", "credit", "update", "push")
-    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in (*step_phases, "record"))
     report = workdir / "report.html"
-    summary = {
-        "name": run_name(config.to_dict()),
-        "method": config.method,
-        "task": trainer.env.name,
-        "seed": config.seed,
-        "steps": config.steps,
-        "success_before": progress.success_before,
-        "success_after": latest.success,
-        "success_std_error": latest.std_error,
-        "budget_per_step": config.budget,
-        "max_step_tokens": int(sums.get("max_step_tokens", 0)),
-        "generated_tokens": {k: getattr(ledger, k) for k in ("base", "branch", "summary")},
-        "other_tokens": {k: getattr(ledger, k) for k in ("observation", "prefill", "cached")},
-        "replayed": progress.lost,
-        "dose": {
-            "tokens": int(sums.get("dose_tokens", 0)),
-            "optimizer_steps": int(sums.get("dose_steps", 0)),
-        },
-        "staleness": {
-            "tokens": {str(lag): count for lag, count in sorted(lags.items())},
-            "max": max(lags, default=0),
-            "mixed_rollouts": int(sums.get("mixed", 0)),
-            "dropped_rollouts": int(sums.get("dropped", 0)),
-            "dropped_tokens": int(sums.get("dropped_tokens", 0)),
-        },
-        "citations": {
-            "asked": int(sums.get("citations_asked", 0)),
-            "valid": int(sums.get("citations_valid", 0)),
-        },
-        "wall_s": {phase: round(s, 2) for phase, s in sorted(ledger.seconds.items())},
-        "controller_share": ledger.seconds.get("controller", 0.0) / max(step_seconds, 1e-9),
-        "prefix_recomputed_share": sums.get("recomputed_share", 0.0)
-        / max(sums.get("branch_steps", 0), 1),
-        "packing_efficiency": sums.get("packing_efficiency", 0.0) / steps,
-        "recompilations_after_warmup": int(sums.get("recompilations", 0)),
-        "technical_failures": int(sums.get("technical_failures", 0)),
-        "num_parameters": trainer.num_parameters,
-        "versions": {
-            "python": platform.python_version(),
-            "focus": focus.__version__,
-            **{name: importlib.metadata.version(name) for name in ("jax", "flax", "optax")},
-        },
-        "report": str(report),
-    }
-    if not hosts.is_first():
-        return summary
-    write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    build_report(workdir, report)
-    for line in summary_lines(summary):
-        print(line)
+    figures = summarise(trainer, progress, success=latest.success, std_error=latest.std_error)
+    summary = figures | {"report": str(report)}
+    if hosts.is_first():
+        write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        build_report(workdir, report)
+        for line in summary_lines(summary):
+            print(line)
     return summary

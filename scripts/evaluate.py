@@ -8,20 +8,17 @@ import json
 import signal
 import sys
 
-from focus.run.command_line import Parser
+from focus.run.command_line import Parser, checkpoint
 from focus.terminal import Start  # the others are imported where that can be seen
 
 
 def main():
     parser = Parser(__doc__)
     parser.add_argument("--workdir", required=True, help="directory of a run")
-    parser.add_argument(
-        "--step", default="latest", help="latest, best, or the number of a checkpoint"
-    )
+    parser.add_argument("--step", type=checkpoint, default="latest", help=checkpoint.__doc__)
     parser.add_argument("--num-tasks", type=int, help="held-out tasks; default: the config's")
     parser.add_argument("--temperature", type=float, help="default: the config's; 0 is greedy")
     options = parser.parse_args()
-    step = int(options.step) if options.step.isdigit() else options.step
     start = Start()
     try:
         with start.part("packages"):
@@ -29,7 +26,7 @@ def main():
             from focus.evaluate import evaluate_run
         result = evaluate_run(
             options.workdir,
-            step=step,
+            step=options.step,
             num_tasks=options.num_tasks,
             temperature=options.temperature,
             start=start,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.credit import ESTIMATORS, estimate, primitives
+from focus.credit import ESTIMATORS, baselines, estimate, primitives
 from focus.types import CreditBatch
 
 PROPERTY = settings(deadline=None, max_examples=25)
@@ -189,6 +189,45 @@ def test_focus_trust_mode_reads_the_variance_of_the_next_state():
         batch = make_batch([1], value=value, value_variance=np.full((1, 3), variance, np.float32))
         credit = run("focus", batch, lambda_mode="trust")
         np.testing.assert_allclose(credit.segment_advantages[0], [first, 0.2], atol=1e-6)
+
+
+def test_focus_trust_mode_takes_out_what_both_states_share():
+    value = np.array([[0.5, 0.8, 0.3]], np.float32)
+    variance = np.full((1, 3), 0.1, np.float32)
+    for shared, lambda_ in ((0.1, 0.0), (0.06, 0.04 / 0.16)):
+        batch = make_batch(
+            [1], value=value, value_variance=variance,
+            value_covariance=np.full((1, 2), shared, np.float32),
+        )  # fmt: skip
+        credit = run("focus", batch, lambda_mode="trust")
+        np.testing.assert_allclose(credit.aux["lambda"][0], [lambda_, 1], atol=1e-6)
+        np.testing.assert_allclose(
+            credit.segment_advantages[0], [0.3 + lambda_ * 0.2, 0.2], atol=1e-6
+        )
+
+
+def test_where_the_critic_is_not_trusted_focus_is_the_outcome_against_other_rollouts():
+    batch = random_batch(2)
+    shape = batch.outcome.shape
+    baseline = jnp.where(jnp.arange(shape[0]) % 2 == 0, 0.3, jnp.nan)
+    gated = run("focus", dataclasses.replace(batch, baseline=baseline), lambda_=0.5)
+    plain = run("focus", batch, lambda_=0.5)
+    constant = jnp.full_like(batch.value, 0.3)
+    simple = run("focus", dataclasses.replace(batch, value=constant), lambda_=1.0)
+    np.testing.assert_array_equal(gated.advantages[1::2], plain.advantages[1::2])
+    np.testing.assert_allclose(gated.advantages[::2], simple.advantages[::2], atol=1e-6)
+    assert np.any(gated.advantages[::2] != plain.advantages[::2])
+
+
+def test_the_fallback_counts_other_base_rollouts_of_the_task_or_else_all_others():
+    outcome = np.array([1, 0, 0, 1, 0, np.nan], np.float32)
+    group = np.array([0, 0, 0, 1, 0, 2], np.int32)
+    is_base = np.array([1, 1, 1, 1, 0, 1], bool)
+    got = baselines.fallback_baseline(outcome, group, is_base, np.isfinite(outcome))
+    # A branch (row 4) counts for nobody and is held against all base rollouts of its task.
+    np.testing.assert_allclose(got, [0, 0.5, 0.5, 1 / 3, 1 / 3, 0.5])
+    alone = baselines.fallback_baseline(outcome[:1], group[:1], is_base[:1], is_base[:1])
+    np.testing.assert_allclose(alone, [0.5])
 
 
 @pytest.mark.parametrize("name", SEGMENTAL)

@@ -13,6 +13,7 @@ ALLOWED = {
     "credit": {"types"},
     "branching": {"types", "credit"},
     "critic": {"types", "credit", "branching"},
+    "lab": {"types", "credit", "branching", "critic", "journal"},
     "policy": {"types"},
     "chat": set(),
     "formats": {"policy", "chat"},
@@ -26,7 +27,7 @@ ALLOWED = {
     "terminal": set(),
     "report": {"types", "tasks", "critic", "journal", "metrics"},
 }
-TOP = {"run", "train", "evaluate", "tpu", "benchmark", "library"}
+TOP = {"run", "train", "evaluate", "laboratory", "tpu", "benchmark", "library"}
 # Commands stand above all, wherever their name has to be: `python -m focus.credit`.
 COMMAND = "__main__.py"
 # Layers that see arrays only: no input or output, no networks, no optimisers.

@@ -160,6 +160,59 @@ def test_trust_is_one_minus_lambda_and_falls_with_the_variance_of_the_next_state
     assert lambdas[0] < lambdas[1] < 1
 
 
+def noisy_chains(rng, task, episode, rho, state, steps=8, rows=4000):
+    """Values known up to correlated errors, the true ones, and outcomes; and the covariances."""
+    known = np.cumsum(rng.normal(size=(rows, steps)) * 0.1, axis=1)
+    fading = [rng.normal(size=rows)]
+    for _ in range(steps - 1):
+        fading.append(rho * fading[-1] + np.sqrt(1 - rho**2) * rng.normal(size=rows))
+    true = known + np.sqrt(task) * rng.normal(size=(rows, 1))
+    true += np.sqrt(episode) * np.stack(fading, axis=1)
+    true += np.sqrt(state) * rng.normal(size=true.shape)
+    outcome = true[:, -1] + np.sqrt(0.1) * rng.normal(size=rows)
+    tau2, shared = task + episode + state, task + episode * rho
+    noise = 0.1 + (0.01 + 2 * (tau2 - shared)) * np.arange(steps - 1, -1, -1)
+    return known, true, outcome, tau2, shared, noise
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(0.06, 0.0, 0.8, 0.0), (0.0, 0.0, 0.8, 0.03), (0.05, 0.0, 0.8, 0.01),
+     (0.02, 0.04, 0.8, 0.005), (0.05, 0.05, 0.6, 0.01)],
+)  # fmt: skip
+def test_trust_finds_more_of_the_advantages_than_any_fixed_lambda(parts):
+    known, true, outcome, tau2, shared, noise = noisy_chains(np.random.default_rng(0), *parts)
+    steps = known.shape[1]
+    mask = jnp.ones(steps, bool)
+    rewards = np.zeros(known.shape)
+    rewards[:, -1] = outcome
+    values = np.pad(known, [(0, 0), (0, 1)])
+
+    def found(lambda_):
+        rows = jax.vmap(lambda v, r: segment_advantages(v, r, mask, lambda_=lambda_))
+        advantages = rows(jnp.float32(values), jnp.float32(rewards))[:, :-1]
+        return np.corrcoef(np.ravel(advantages), np.ravel(np.diff(true, axis=1)))[0, 1]
+
+    variance, covariance = jnp.full(steps + 1, tau2), jnp.full(steps, shared)
+    noise_var = jnp.append(jnp.float32(noise), 1.0)
+    trust = found(td.trust_lambda(variance, noise_var, mask, covariance))
+    fixed = max(found(x) for x in (0.0, 0.1, 0.3, 0.5, 0.8, 0.95, 1.0))
+    assert trust > fixed - 0.01
+    assert trust > found(0.95) + 0.04
+    assert trust > found(td.trust_lambda(variance, noise_var, mask)) - 1e-3
+
+
+def test_an_error_that_two_states_share_is_no_reason_to_wait_for_the_outcome():
+    mask, noise = jnp.ones(3, bool), jnp.full(4, 0.2)
+    variance = jnp.array([0.1, 0.1, 0.1, 9.0])
+    got = td.trust_lambda(variance, noise, mask, jnp.array([0.1, 0.04, 5.0]))
+    np.testing.assert_allclose(got, [0, 0.2, 1], atol=1e-6)
+    alone = td.trust_lambda(variance, noise, mask)
+    np.testing.assert_allclose(
+        td.trust_lambda(variance, noise, mask, jnp.zeros(3)), alone, rtol=1e-6
+    )
+
+
 def test_a_known_state_carries_the_bootstrap_and_an_unknown_one_the_outcome():
     mask, rewards = jnp.ones(2, bool), jnp.array([0.0, 1.0])
     values, noise = jnp.array([0.5, 0.7, 0.0]), jnp.full(3, 0.2)

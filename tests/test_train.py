@@ -360,7 +360,8 @@ async def test_an_outcome_reaches_the_baselines_of_its_own_states_only_if_asked_
     np.testing.assert_array_equal(one, again)
     own = slice(0, len(trajectory.segments))
     assert np.isfinite(one[index, own]).all()
-    changed = not np.array_equal(one[index, own], other[index, own])
+    # Leaving an outcome out is exact up to rounding: it is counted first.
+    changed = not np.allclose(one[index, own], other[index, own], atol=1e-4)
     assert changed == (values_from == "after")
     # The outcome does teach: others' baselines may know it, if they are read after learning.
     assert np.array_equal(one, other, equal_nan=True) == (values_from == "before")

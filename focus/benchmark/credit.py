@@ -79,7 +79,7 @@ class Size:
         if channel in special:
             return special[channel]
         rows = ("group_id", "outcome", "success", "row_mask", "truncated", "parent_traj",
-                "fork_segment", "is_revisit")  # fmt: skip
+                "fork_segment", "is_revisit", "baseline")  # fmt: skip
         tokens = ("token_segment", "token_mask", "behaviour_logp", "ref_logp", "teacher_logp",
                   "priv_logp", "token_value", "segment_id")  # fmt: skip
         return (b,) if channel in rows else (b, n) if channel in tokens else (b, s)

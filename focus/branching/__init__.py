@@ -3,8 +3,9 @@
 `focus.branching.plan` is the module; its function is `focus.branching.plan.plan`.
 """
 
-from focus.branching.acquisition import RULES, AcquisitionRule, StateFeatures
+from focus.branching.acquisition import RULES, AcquisitionRule
 from focus.branching.budget import BudgetExceeded, Ledger, TokenBudget
+from focus.branching.features import StateFeatures, cut_points, state_weights
 from focus.branching.plan import Plan, condition
 
 __all__ = [
@@ -16,4 +17,6 @@ __all__ = [
     "StateFeatures",
     "TokenBudget",
     "condition",
+    "cut_points",
+    "state_weights",
 ]

@@ -14,7 +14,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from focus.branching.acquisition import RULES, StateFeatures, clean, weighted_covariance
+from focus.branching.acquisition import RULES
+from focus.branching.features import StateFeatures, clean
+from focus.credit.errors import (
+    as_errors,
+    condition,
+    covariances,
+    influence,
+    variances,
+    weighted_covariance,
+)
 from focus.credit.refine import posterior_features
 from focus.types import Array
 
@@ -37,30 +46,6 @@ class Plan:
     order: Array
 
 
-def condition(error_features: Array, index: Array | int, noise_var: Array | float) -> Array:
-    """Error features after one noisy observation of the value at one state.
-
-        e'(s) = e(s) - a (e(s) . u) u,   u = e(index),
-        a = b / (1 + sqrt(1 - b |u|^2)),   b = 1 / (|u|^2 + noise_var)
-
-    `a` solves `2 a - a^2 |u|^2 = b`, so inner products of e' equal
-    `Cov(s, s') - Cov(s, index) Cov(index, s') / (tau2(index) + noise_var)` exactly.
-
-    Args:
-      error_features: [S, D].
-      index: the observed state.
-      noise_var: variance of the observation, > 0; noise2 / k for the mean of k continuations.
-
-    Returns:
-      [S, D].
-    """
-    direction = error_features[index]
-    tau2 = jnp.sum(jnp.square(direction))
-    precision = 1.0 / (tau2 + noise_var)
-    scale = precision / (1.0 + jnp.sqrt(noise_var * precision))
-    return error_features - scale * jnp.outer(error_features @ direction, direction)
-
-
 def _greedy(pool: StateFeatures, budget: Array, ks: Array, room: Array, max_picks: int):
     """Takes the (state, k) of the largest gain per token that fits until nothing does.
 
@@ -69,51 +54,61 @@ def _greedy(pool: StateFeatures, budget: Array, ks: Array, room: Array, max_pick
 
         q'(s) = q(s) - 2 b Cov(s, u) h(s) + b^2 Cov(s, u)^2 q(u)
 
-    so a pick costs O(S D). Every D picks they are computed afresh, which keeps that cost on
-    average and keeps rounding from piling up.
+    so a pick costs as much as the features have entries. Every so many picks they are computed
+    afresh, which keeps that cost on average and keeps rounding from piling up. The two loops are
+    nested, not a `cond` in one: under `vmap` both sides of a `cond` are computed every time.
     """
+    features = as_errors(pool.error_features)
+    between = max(1, features.shared.shape[1] + features.block_size + features.local.shape[2])
 
     def best_pick(features, q, count, left):
-        tau2 = jnp.sum(jnp.square(features), axis=1)
-        spread = ks * tau2[:, None] + pool.noise_var[:, None]
+        spread = ks * variances(features)[:, None] + pool.noise_var[:, None]
         density = q[:, None] / spread / pool.cost[:, None]
         fits = (ks * pool.cost[:, None] <= left) & (count[:, None] + ks <= room[:, None])
         density = jnp.where(fits & pool.mask[:, None], density, -jnp.inf)
         best = jnp.argmax(density)
         return best, density.ravel()[best]
 
-    def go_on(carry):
-        picks, *_, best_density = carry
+    def go_on(picks, best_density):
         return (picks < max_picks) & (best_density > 0)
 
     def pick(carry):
-        picks, features, q, count, order, spent, best, _ = carry
+        since, picks, features, q, count, order, spent, best, _ = carry
         state, k = best // ks.size, ks[best % ks.size]
         noise = pool.noise_var[state] / k
-        covariance = features @ features[state]
+        covariance = covariances(features, state)
         precision = 1.0 / (covariance[state] + noise)
-        influence = features @ ((pool.weight * covariance) @ features)
         gain = precision * covariance
-        q = jnp.maximum(q - 2.0 * gain * influence + jnp.square(gain) * q[state], 0.0)
+        q -= 2.0 * gain * influence(features, pool.weight * covariance)
+        q = jnp.maximum(q + jnp.square(gain) * carry[3][state], 0.0)
         features = condition(features, state, noise)
-        q = jax.lax.cond(
-            (picks + 1) % features.shape[1] == 0,
-            lambda: weighted_covariance(features, pool.weight),
-            lambda: q,
-        )
         count = count.at[state].add(k)
         order = order.at[picks].set(state.astype(jnp.int32))
         spent = spent + k * pool.cost[state]
         best = best_pick(features, q, count, budget - spent)
-        return picks + 1, features, q, count, order, spent, *best
+        return since + 1, picks + 1, features, q, count, order, spent, *best
 
-    features, count = pool.error_features, jnp.zeros(pool.mask.shape, jnp.int32)
-    q = weighted_covariance(features, pool.weight)
-    order = jnp.full((max_picks,), -1, jnp.int32)
-    spent = jnp.zeros((), pool.cost.dtype)
-    start = (jnp.int32(0), features, q, count, order, spent)
-    carry = jax.lax.while_loop(go_on, pick, (*start, *best_pick(features, q, count, budget)))
-    return carry[3], carry[5], carry[4]
+    def some_picks(carry):
+        picks, features, count, order, spent, *_ = carry
+        q = weighted_covariance(features, pool.weight)
+        best = best_pick(features, q, count, budget - spent)
+        start = (jnp.int32(0), picks, features, q, count, order, spent, *best)
+        inner = jax.lax.while_loop(lambda c: (c[0] < between) & go_on(c[1], c[-1]), pick, start)
+        _, picks, features, _, count, order, spent, _, density = inner
+        return picks, features, count, order, spent, density
+
+    start = (
+        jnp.int32(0),
+        features,
+        jnp.zeros(pool.mask.shape, jnp.int32),
+        jnp.full((max_picks,), -1, jnp.int32),
+        jnp.zeros((), pool.cost.dtype),
+        jnp.asarray(jnp.inf, pool.cost.dtype),
+    )
+    _, _, count, order, spent, _ = jax.lax.while_loop(
+        lambda c: go_on(c[0], c[-1]), some_picks, start
+    )
+    return count, spent, order
 
 
 def _ranked(
@@ -139,6 +134,39 @@ def _ranked(
     return count, spent, order.at[slot].set(ranking.astype(jnp.int32), mode="drop")
 
 
+def _repeated(
+    features: StateFeatures, rule: str, key, budget: Array, ks: Array, room: Array, max_picks: int
+):
+    """Takes the best state again and again, with one pick more in `branch_count` each time."""
+    pool, existing, k = clean(features), features.branch_count, ks[0]
+
+    def best_pick(count, left):
+        counted = dataclasses.replace(features, branch_count=existing + count)
+        scores = RULES[rule].scores(counted, key)
+        fits = (k * pool.cost <= left) & (count + k <= room)
+        scores = jnp.where(fits, scores, -jnp.inf)
+        best = jnp.argmax(scores)
+        return best, scores[best]
+
+    def go_on(carry):
+        return (carry[0] < max_picks) & (carry[-1] > -jnp.inf)
+
+    def pick(carry):
+        picks, count, order, spent, state, _ = carry
+        count = count.at[state].add(k)
+        order = order.at[picks].set(state.astype(jnp.int32))
+        spent = spent + k * pool.cost[state]
+        return picks + 1, count, order, spent, *best_pick(count, budget - spent)
+
+    count = jnp.zeros(pool.mask.shape, jnp.int32)
+    order = jnp.full((max_picks,), -1, jnp.int32)
+    start = (jnp.int32(0), count, order, jnp.zeros((), pool.cost.dtype))
+    _, count, order, spent, *_ = jax.lax.while_loop(
+        go_on, pick, (*start, *best_pick(count, budget))
+    )
+    return count, spent, order
+
+
 def plan(
     features: StateFeatures,
     budget: Array | int | float,
@@ -161,8 +189,10 @@ def plan(
     is left to gain. U / k falls with k: the smallest k leads while there is room, so `ks` sets
     how finely the budget is spread; a state may be picked again.
 
-    "uniform" and "random" go once down the order of their scores and put the largest k for
-    which a state has room on each; a state that does not fit whole is passed over.
+    "variance_reduction" is the same without covariances between states. "carl" and "trace" take
+    the best state again and again, the smallest k each time, as their scores fall with what a
+    state has been given. All others go once down the order of their scores and put the largest
+    k for which a state has room on each; a state that does not fit whole is passed over.
 
     Every rule takes and returns the same. Compile with `jax.jit` holding `rule`, `ks`,
     `max_picks` and `max_per_state` static.
@@ -176,7 +206,8 @@ def plan(
         that only the budget binds.
       key: a `jax.random.key`, consumed by "random" and unused by the others.
       existing_count: [S] int32 continuations sampled in earlier rounds; they fill
-        `max_per_state`. Their evidence must be in `features` already.
+        `max_per_state`, and `branch_count` where `features` has none. Their evidence must be in
+        `features` already.
       max_per_state: most continuations of one state over all rounds; None for no limit.
 
     Returns:
@@ -184,7 +215,7 @@ def plan(
 
     Raises:
       ValueError: unknown rule, empty or non-positive `ks`, non-positive `max_picks` or
-        `max_per_state`, "random" without a key.
+        `max_per_state`, "random" without a key, a rule without a channel that it reads.
     """
     if rule not in RULES:
         raise ValueError(f"acquisition rule {rule!r} is unknown; choose one of {sorted(RULES)}")
@@ -194,7 +225,7 @@ def plan(
         raise ValueError(f"max_picks must be >= 1, got {max_picks}")
     if max_per_state is not None and max_per_state < 1:
         raise ValueError(f"max_per_state must be >= 1 or None for no limit, got {max_per_state}")
-    chex.assert_rank([features.mean, features.error_features], [1, 2])
+    chex.assert_rank(features.mean, 1)
     chex.assert_equal_shape([features.mean, features.noise_var, features.cost, features.weight])
     pool = clean(features)
     budget = jnp.asarray(budget, pool.cost.dtype)
@@ -203,11 +234,19 @@ def plan(
     existing = 0 if existing_count is None else existing_count
     room = jnp.broadcast_to(cap - jnp.asarray(existing, jnp.int32), pool.mask.shape)
 
-    if RULES[rule].planner == "greedy":
-        count, cost, order = _greedy(pool, budget, sizes, room, max_picks)
+    if features.branch_count is None:
+        sampled = jnp.broadcast_to(jnp.asarray(existing, jnp.int32), pool.mask.shape)
+        features = dataclasses.replace(features, branch_count=sampled)
+
+    planner, view = RULES[rule].planner, RULES[rule].view
+    if planner == "greedy":
+        seen = pool if view is None else view(pool)
+        count, cost, order = _greedy(seen, budget, sizes, room, max_picks)
+    elif planner == "repeated":
+        count, cost, order = _repeated(features, rule, key, budget, sizes, room, max_picks)
     else:
         scores = RULES[rule].scores(features, key)
         count, cost, order = _ranked(pool, scores, budget, sizes, room, max_picks)
     after = posterior_features(pool.error_features, pool.noise_var, count)
-    fall = jnp.square(pool.error_features).sum(axis=1) - jnp.square(after).sum(axis=1)
+    fall = variances(pool.error_features) - variances(after)
     return Plan(count=count, expected_cost=cost, gain=pool.weight @ fall, order=order)

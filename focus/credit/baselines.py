@@ -12,6 +12,7 @@ None of them normalises over the batch; see `primitives.masked_whiten`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import jax
@@ -65,6 +66,35 @@ def _td_credit(
     return to_credit(batch, advantages, rows, targets={"value": targets}, aux=aux)
 
 
+def fallback_baseline(outcome: Array, group_id: Array, is_base: Array, scored: Array) -> Array:
+    """The best baseline that needs no critic: what other rollouts of the task came to.
+
+        b_i = mean outcome of the other base rollouts of its group, or else of all other groups
+
+    Branches are not counted: what they come to depends on what the rollout that they left did
+    before. This project's rule.
+
+    Args:
+      outcome: [B]; not read where `scored` is False.
+      group_id: [B] int32.
+      is_base: [B] bool, rollouts from the task's start.
+      scored: [B] bool, rows with an outcome.
+
+    Returns:
+      [B]; 1/2 for a row that is alone.
+    """
+    counted = is_base & scored
+    score = jnp.where(counted, outcome, 0.0)
+    others = counted[None] & ~jnp.eye(outcome.size, dtype=bool)
+    siblings = others & (group_id[:, None] == group_id[None])
+
+    def mean(of, otherwise):
+        number = jnp.sum(of, axis=1)
+        return jnp.where(number > 0, of @ score / jnp.maximum(number, 1), otherwise)
+
+    return mean(siblings, mean(others, 0.5))
+
+
 def focus(
     batch: CreditBatch,
     *,
@@ -79,14 +109,17 @@ def focus(
 
     `value` holds the refined values (`refine.refine_values`), so that branch evidence reaches
     the segments on both sides of a branched state. Values must not have seen the row's own
-    outcome.
+    outcome. Where the critic is not to be trusted (`baseline` is a number) that number is the
+    value of all states of the row, and lambda is 1: what is left is the outcome against it.
 
     Args:
-      batch: reads `value`, and `value_variance` when `lambda_mode` is "trust".
+      batch: reads `value`, `value_variance` when `lambda_mode` is "trust" (and then
+        `value_covariance`, if it is there), and `baseline`, if it is there.
       discount: per segment.
       lambda_: read when `lambda_mode` is "fixed".
       lambda_mode: "fixed", or "trust": per segment from `td.trust_lambda`, with Bernoulli noise
-        of outcomes in [0, 1].
+        of outcomes in [0, 1]; with `value_covariance` less what the value's own error accounts
+        for (`refine.outcome_noise`).
       truncation: what a row that was cut by a limit counts as. "bootstrap": the value where it
         was cut stands in for its outcome, which isn't read. "fail": its outcome counts, 0 if it
         has none. "mask": it takes no part and its tokens leave the loss.
@@ -103,7 +136,16 @@ def focus(
     else:
         primitives.require_channels(batch, ("value_variance",), "focus with lambda_mode='trust'")
         noise_var = refine.bernoulli_noise_var(batch.value)
-        weights = jax.vmap(td.trust_lambda)(batch.value_variance, noise_var, batch.segment_mask)
+        if batch.value_covariance is not None:
+            noise_var = refine.outcome_noise(noise_var, batch.value_variance)
+        weights = jax.vmap(td.trust_lambda)(
+            batch.value_variance, noise_var, batch.segment_mask, batch.value_covariance
+        )
+    if batch.baseline is not None:
+        replaced = jnp.isfinite(batch.baseline)[:, None]
+        baseline = jnp.where(replaced, batch.baseline[:, None], 0.0)
+        batch = dataclasses.replace(batch, value=jnp.where(replaced, baseline, batch.value))
+        weights = jnp.where(replaced, 1.0, weights)
     return _td_credit(batch, weights, discount=discount, truncation=truncation)
 
 

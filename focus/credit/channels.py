@@ -11,6 +11,8 @@ CHANNEL_PRODUCERS = {
     "value": "run a critic (critic.enabled)",
     "value_variance": "run a critic with error features (critic.enabled) and keep the variance "
     "that value refinement returns",
+    "value_covariance": "run a critic with error features (critic.enabled)",
+    "baseline": "average the outcomes of other rollouts (credit.baselines.fallback_baseline)",
     **dict.fromkeys(("mc_return", "mc_mask"), "sample continuations (branching.rule)"),
     "ref_logp": "score the rows with the reference parameters",
     "teacher_logp": "score the rows with a teacher",

@@ -150,21 +150,30 @@ def segment_advantages(
     return jnp.where(mask, advantages, 0.0)
 
 
-def trust_lambda(variance: Array, noise_var: Array, mask: Array) -> Array:
+def trust_lambda(
+    variance: Array, noise_var: Array, mask: Array, covariance: Array | None = None
+) -> Array:
     """Chooses lambda per segment from how well the value after it is known.
 
-        lambda_j = 1 - trust_j = variance(s_j') / (variance(s_j') + noise_var(s_j'))
+        lambda_j = (tau2(s_j') - Cov(s_j, s_j')) / (tau2(s_j') + noise2(s_j')), at least 0
 
-    This project's rule. Two estimates of what follows s_j' compete: the value, whose error has
-    variance `variance`, and the sampled outcome, whose variance is `noise_var`. The weights are
-    those that would minimise the variance of their mixture if they were independent. A value
-    known exactly carries the bootstrap (lambda 0); an unknown one passes the outcome through
-    (lambda 1).
+    This project's rule. The advantage of segment j is V(s_j') - V(s_j), the difference of two
+    values that are known up to correlated errors. Given the row's own outcome y, its posterior
+    mean is
+
+        V*(s_j') - V*(s_j) + lambda_j (y - V*(s_j'))
+
+    with the lambda above: of all linear mixtures the one that correlates best with the truth. So
+    a value known exactly carries the bootstrap (lambda 0) and an unknown one passes the outcome
+    through, as far as its error is its own: an error that both states share, as states of one
+    task do, drops out of the difference, and the outcome would only add noise to it.
 
     Args:
       variance: [S + 1] epistemic variance of each state's value.
       noise_var: [S + 1] variance of one outcome given the state, > 0.
       mask: [S] bool, segments that exist.
+      covariance: [S] of the errors at the state before each segment and the state after it;
+        None: they have nothing in common, tau2 / (tau2 + noise2).
 
     Returns:
       [S] lambda, 1 on absent segments and on the last valid one, where nothing follows.
@@ -175,7 +184,11 @@ def trust_lambda(variance: Array, noise_var: Array, mask: Array) -> Array:
     used = mask & ~is_last
     epistemic = jnp.where(used, variance[after], 1.0)
     noise = jnp.where(used, noise_var[after], 1.0)
-    return jnp.where(used, epistemic / (epistemic + noise), 1.0)
+    own = epistemic
+    if covariance is not None:
+        chex.assert_equal_shape([covariance, mask])
+        own = jnp.clip(epistemic - jnp.where(used, covariance, 0.0), 0.0, epistemic + noise)
+    return jnp.where(used, own / (epistemic + noise), 1.0)
 
 
 def segments_to_tokens(segment_values: Array, token_segment: Array) -> Array:

@@ -67,3 +67,97 @@ def calibration(
         "bin_outcome": bin_outcome,
         "bin_count": total,
     }
+
+
+def standardised_residuals(
+    values: np.ndarray,
+    variances: np.ndarray,
+    noise_variances: np.ndarray,
+    outcome_means: np.ndarray,
+    counts: np.ndarray,
+) -> dict[str, float]:
+    """Are the critic's variances any good? Residuals of fresh means over what was promised.
+
+        z = (m - V) / sqrt(tau2 + noise2 / k)
+
+    have variance 1 if both are right. Above 1 the belief is overconfident: refinement then
+    contradicts its own evidence; below 1 it throws away what the critic knows.
+
+    Args:
+      values: [n] critic values, from before the critic saw these outcomes.
+      variances: [n] epistemic variances tau2 of the same belief.
+      noise_variances: [n] variance of one outcome given the state.
+      outcome_means: [n] means of k outcomes.
+      counts: [n] k >= 1.
+
+    Returns:
+      `residual_variance`: mean of z^2, NaN without states; `residual_mean`: mean of z;
+      `residual_states`: how many.
+
+    Raises:
+      ValueError: shapes differ, or a count below 1.
+    """
+    arrays = (values, variances, noise_variances, outcome_means, counts)
+    values, variances, noise, means, counts = (np.asarray(x, np.float64) for x in arrays)
+    if len({x.shape for x in (values, variances, noise, means, counts)}) > 1 or values.ndim != 1:
+        raise ValueError(f"all arguments must be [n], got {[np.shape(x) for x in arrays]}")
+    if np.any(counts < 1):
+        raise ValueError("residuals need branched states only: leave out those with count 0")
+    if not values.size:
+        return {"residual_variance": np.nan, "residual_mean": np.nan, "residual_states": 0}
+    z = (means - values) / np.sqrt(variances + noise / counts)
+    return {
+        "residual_variance": float(np.mean(z**2)),
+        "residual_mean": float(np.mean(z)),
+        "residual_states": values.size,
+    }
+
+
+def error_reduction(
+    values: np.ndarray,
+    variances: np.ndarray,
+    refined: np.ndarray,
+    refined_variances: np.ndarray,
+    noise_variances: np.ndarray,
+    outcomes: np.ndarray,
+) -> dict[str, float]:
+    """Does refinement deliver what it promises? Each outcome judges the value without it.
+
+    An outcome y of a branched state is independent of the value that all others give, V*_-y, so
+
+        (y - V)^2 - (y - V*_-y)^2
+
+    is an unbiased estimate of by how much the squared error fell: the noise of y drops out.
+    Promised is the fall of the variance, tau2 - tau2_-y. Means over outcomes and then states.
+
+    Args:
+      values: [n] critic mean before; variances: [n] tau2 before.
+      refined: [n] values after all outcomes, not clipped; refined_variances: [n] after.
+      noise_variances: [n] of one outcome, as refinement counted it.
+      outcomes: [n, K] of each state, NaN where there is none; at least one a state.
+
+    Returns:
+      `error_reduction` and `error_reduction_expected`; NaN without states.
+
+    Raises:
+      ValueError: a state without an outcome.
+    """
+    outcomes = np.asarray(outcomes, np.float64)
+    there = np.isfinite(outcomes)
+    if np.any(~there.any(axis=1)):
+        raise ValueError("error_reduction needs branched states only, with an outcome each")
+    if not len(outcomes):
+        return {"error_reduction": np.nan, "error_reduction_expected": np.nan}
+    columns = (values, variances, refined, refined_variances, noise_variances)
+    value, variance, after, left, noise = (np.asarray(x, np.float64)[:, None] for x in columns)
+    y = np.where(there, outcomes, 0.0)
+    room = np.maximum(noise - left, 1e-4 * noise)  # see credit.errors.without_outcome
+    alone = after - left / room * (y - after)
+    alone_variance = left + left**2 / room
+    count = there.sum(axis=1)
+    realised = np.where(there, (y - value) ** 2 - (y - alone) ** 2, 0.0).sum(axis=1) / count
+    expected = np.where(there, variance - alone_variance, 0.0).sum(axis=1) / count
+    return {
+        "error_reduction": float(realised.mean()),
+        "error_reduction_expected": float(expected.mean()),
+    }

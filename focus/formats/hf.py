@@ -28,6 +28,7 @@ import safetensors
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from focus.chat import files as chat_files
 from focus.formats import hf_config
 from focus.formats.hf_config import DTYPES, Tensor, check_dtype
 
@@ -148,15 +149,24 @@ def save_checkpoint(
 def save_tokenizer(path: str | Path, chat: Any) -> None:
     """Writes a tokenizer beside a model, as transformers and SGLang read it.
 
+    A chat in a layout of ours comes with what says the same in Hugging Face's words: a chat
+    template, and the tokens that end a turn and fill rows.
+
     Args:
       path: directory of a model.
-      chat: anything with `save`, which writes `tokenizer.json`.
+      chat: `focus.chat.tokens.Chat` or anything with its `save`, which writes `tokenizer.json`.
     """
     path = Path(path)
     chat.save(path)
     config = path / "tokenizer_config.json"
-    fields = {
-        **(json.loads(config.read_text()) if config.is_file() else {}),
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    layout = getattr(chat, "format", None)
+    if layout is not None:
+        fields |= {"eos_token": layout.end_of_turn, "pad_token": layout.pad}
+        ids = {"eos_token_id": list(chat.stop_token_ids), "pad_token_id": chat.pad_id}
+        _write_text(path / "chat_template.jinja", chat_files.template_of(layout))
+        _write_text(path / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    fields |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,  # decoding must not move a character
     }

@@ -45,7 +45,7 @@ RULES: Rules = (
     (r"(^|/)(A_log|dt_bias)$", PartitionSpec()),  # one number a head
     (r"norm$", PartitionSpec()),
     # Last: a transformer of the critic's own lies like the policy's, its heads are small.
-    (r"(^|/)critic(/|$)", PartitionSpec()),
+    (r"(^|/)(critic|confidence)(/|$)", PartitionSpec()),
 )
 
 # Of what comes with rows, by path. The rest has one entry per token.

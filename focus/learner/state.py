@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from focus.critic.confidence import Confidence, init_confidence
 from focus.types import Array
 
 SCHEDULES = ("constant", "cosine", "wsd")
@@ -26,6 +27,7 @@ class TrainState:
       params: what is trained of the policy: its parameters, or adapters (`focus.policy.lora`).
       opt_state: state of the policy's optimiser.
       critic: the critic's own state, any pytree; the policy update passes it on untouched.
+      confidence: how far the critic is believed, `critic.confidence.Confidence`; None without one.
       base_checksum: [] uint32, of the frozen parameters that adapters belong to, so that they
         are never put on others; None where all parameters are trained.
     """
@@ -35,6 +37,7 @@ class TrainState:
     opt_state: Any
     critic: Any = None
     base_checksum: Array | None = None
+    confidence: Confidence | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,4 +163,6 @@ def init_state(
 ) -> TrainState:
     """A state at step 0; run it under `sharding.init_sharded` so that it is born sharded."""
     opt_state = optimizer.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, critic, base_checksum)
+    confidence = None if critic is None else init_confidence()
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, params, opt_state, critic, base_checksum, confidence)

@@ -57,6 +57,10 @@ class BranchedState:
       mean: their mean outcome, None if there is none.
       cost_predicted: tokens that one continuation was predicted to generate.
       cost_actual: mean tokens of those with an outcome, None if there is none.
+      noise_var: variance of one outcome given the state, as the plan assumed it.
+      shift: by how much all evidence moves the value, before it is clipped to its range.
+      outcomes: of the continuations.
+      gain: predicted reduction of the weighted epistemic variance, see `predicted_gains`.
     """
 
     trajectory: str
@@ -72,6 +76,10 @@ class BranchedState:
     mean: float | None
     cost_predicted: float
     cost_actual: float | None
+    noise_var: float | None = None
+    gain: float | None = None
+    shift: float | None = None
+    outcomes: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -378,8 +386,13 @@ async def _branch(
             env_branchable=agent.env.branchable,
             max_context=agent.engine.info().max_context,
             smallest_bucket=config.state_bucket,
+            rollouts=config.group_size,
+            states=config.max_states,
+            weight=config.weight,
+            siblings=config.siblings,
         )
         started = np.zeros_like(beliefs.branch_count)
+        gains = np.zeros(beliefs.branch_count.shape)
     plans: list[Plan] = []
     rows: list[int] = []
     branches: list[Trajectory] = []
@@ -395,6 +408,7 @@ async def _branch(
                 seed=request_seed(agent.run_seed, f"{step.step}/plan", round_),
                 value_range=config.value_range,
             )
+            gains += beliefs.predicted_gains(plan, config.value_range)
             new_rows = np.repeat(np.arange(plan.count.size), plan.count).tolist()
         with clock.phase("rollout"):
             new = await _play_round(step, account, base, beliefs, new_rows, started)
@@ -406,7 +420,7 @@ async def _branch(
         rows += new_rows
         branches += new
     with clock.phase("controller"):
-        stats = _branch_stats(step, base, beliefs, rows, branches)
+        stats = _branch_stats(step, base, beliefs, rows, branches, gains)
     return _Branched(beliefs, tuple(plans), tuple(branches), stats)
 
 
@@ -452,9 +466,10 @@ def _branch_stats(
     beliefs: StateBeliefs,
     rows: Sequence[int],
     branches: Sequence[Trajectory],
+    gains: np.ndarray,
 ) -> tuple[BranchedState, ...]:
-    refined, variance = beliefs.refine(step.config.refine, step.config.value_range)
-    prior_std = np.linalg.norm(beliefs.error_features, axis=1)
+    refined, variance = beliefs.refine(step.config.refine)
+    prior_variance, noise_var = beliefs.prior()
     of_row: dict[int, list[Trajectory]] = {}
     for row, branch in zip(rows, branches, strict=True):
         of_row.setdefault(row, []).append(branch)
@@ -470,14 +485,18 @@ def _branch_stats(
                 state=state_index,
                 turn=parent.states[state_index].turn,
                 value=float(beliefs.mean[row]),
-                std=float(prior_std[row]),
-                refined=float(refined[row]),
+                std=float(np.sqrt(prior_variance[row])),
+                refined=float(np.clip(refined[row], *step.config.value_range)),
                 refined_std=float(np.sqrt(variance[row])),
                 started=len(members),
                 count=len(scored),
                 mean=float(np.mean([b.outcome for b in scored])) if scored else None,
                 cost_predicted=float(beliefs.cost[row]),
                 cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
+                noise_var=float(noise_var[row]),
+                gain=float(gains[row]),
+                shift=float(refined[row] - beliefs.mean[row]),
+                outcomes=tuple(float(b.outcome) for b in scored),
             )
         )
     return tuple(stats)

@@ -47,6 +47,11 @@ class ConfigError(ValueError):
     """A config file, a variant or a key that is not there, or a value that a key cannot take."""
 
 
+def checkpoint(text: str) -> int | str:
+    """latest, best, or the number of a checkpoint"""
+    return int(text) if text.isdigit() else text
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with a config, both spellings of a flag, and mistakes in one line.
 
@@ -62,12 +67,12 @@ class Parser(argparse.ArgumentParser):
         )
         self._has_config = False
 
-    def add_config(self, help: str) -> None:
-        """Adds --config, --config.KEY=VALUE and --helpconfig."""
+    def add_config(self, help: str, *, to: Any = None) -> None:
+        """Adds --config, --config.KEY=VALUE and --helpconfig; `to`: a group of flags."""
         self._has_config = True
-        self.add_argument(
+        (to or self).add_argument(
             "--config",
-            required=True,
+            required=to is None,
             metavar="FILE[:VARIANT]",
             help=f"{help}: a Python file with get_config(), and the argument that it is given. "
             "--config.KEY=VALUE sets one of its keys",
@@ -98,6 +103,10 @@ class Parser(argparse.ArgumentParser):
                 action.required = action.dest == "config"
         options = super().parse_args(self._hyphened(args), namespace)
         options.config_name = options.config
+        if options.config is None and overrides:
+            self.error(f"{overrides[0][0]} is a key of --config, which is missing")
+        if options.config is None:
+            return options
         try:
             options.config = read_config(options.config_name)
             options.overrides = set_keys(options.config, overrides)

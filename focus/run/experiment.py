@@ -12,6 +12,7 @@ from typing import Any
 import ml_collections
 from jax.sharding import Mesh
 
+from focus.branching.acquisition import RULES
 from focus.chat import tool_calls
 from focus.chat.template_chat import TemplateChat, load_chat
 from focus.chat.tokens import Chat
@@ -26,6 +27,7 @@ from focus.policy import model as models
 from focus.policy.lora import LoraConfig, adapter_axes, adapter_shapes
 from focus.policy.rounded import check_format
 from focus.rollout import Agent, RetryPolicy, StepConfig, ToolLimits, Tools, validate_step
+from focus.rollout.belief import WEIGHTS
 from focus.rollout.staleness import MIXED_VERSIONS
 from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tool_environment import ToolCalls
@@ -33,7 +35,7 @@ from focus.run import learning, ranges
 from focus.run.backends import ENGINES, PUSHES
 from focus.run.spelling import did_you_mean
 from focus.tasks.base import Environment, Task
-from focus.tasks.registry import TASKS
+from focus.tasks.registry import TASKS, task_options
 
 # What a resumed run may change: how long it goes on, and what is written down.
 MAY_DIFFER = (
@@ -50,6 +52,11 @@ MAY_DIFFER = (
 VALUES_FROM = ("before", "crossfit", "after")
 UNCERTAINTIES = ("ensemble", "posterior")
 BACKBONES = ("policy", "own")
+COVARIANCES = ("fitted", "ensemble")
+# Rules that a run without a critic may use.
+WITHOUT_VALUES = ("uniform", "random", "policy_entropy", "at2po", "appo", "carl", "spo")
+# Channels of acquisition rules that nothing in a run fills.
+UNFILLED = {"score": "a process reward model or judge"}
 ON_FAILURE = ("wait", "proceed")
 
 
@@ -72,6 +79,7 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     """
     c = config
     _choose("task.name", c.task.name, TASKS)
+    task_options(c.task.to_dict())
     ranges.check(c)
     _choose("rollout.engine", c.rollout.engine, ENGINES)
     _choose("rollout.push", c.rollout.push, PUSHES)
@@ -82,6 +90,8 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     _choose("critic.values_from", c.critic.values_from, VALUES_FROM)
     _choose("critic.uncertainty", c.critic.uncertainty, UNCERTAINTIES)
     _choose("critic.backbone", c.critic.backbone, BACKBONES)
+    _choose("critic.covariance", c.critic.covariance, COVARIANCES)
+    _choose("branching.weight", c.branching.weight, WEIGHTS)
     if c.critic.backbone == "own" and c.critic.values_from == "crossfit":
         raise ValueError(
             "critic.values_from='crossfit' needs critic.backbone='policy', got 'own': members that "
@@ -126,7 +136,16 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
             f"{c.model.max_context}; make it at least as long"
         )
-    plans_with_value = c.branching.rule not in (NO_BRANCHES, "uniform", "random")
+    rule = RULES.get(c.branching.rule)
+    for channel in () if rule is None else rule.channels:
+        if channel in UNFILLED:
+            raise ValueError(
+                f"branching.rule={c.branching.rule!r} reads {channel!r} of {UNFILLED[channel]}, "
+                "which a run has not; choose another rule"
+            )
+    if c.critic.enabled and c.critic.pretrain_episodes:
+        _check_pretraining(c)
+    plans_with_value = c.branching.rule not in (NO_BRANCHES, *WITHOUT_VALUES)
     if plans_with_value and not c.critic.enabled:
         raise ValueError(f"{c.branching.rule} reads the critic's values; set critic.enabled=True")
     estimator_channels(c)
@@ -185,6 +204,25 @@ def heldout_tasks(c: ml_collections.ConfigDict, env: Environment) -> tuple[Task,
     return tasks[: c.evaluate.num_tasks]
 
 
+def _check_pretraining(c: ml_collections.ConfigDict) -> None:
+    """Whether there is something to pretrain a critic on, and it can be.
+
+    Raises:
+      ValueError: there is not, or it cannot.
+    """
+    if "warm_start" not in c or c.model.get("path"):
+        raise ValueError(
+            f"critic.pretrain_episodes={c.critic.pretrain_episodes} reads episodes of the warm "
+            "start, and this run has none; set critic.pretrain_episodes=0 (and "
+            "critic.warmup_steps=3)"
+        )
+    if c.critic.backbone == "own":
+        raise ValueError(
+            "critic.backbone='own' cannot be pretrained on hidden states of the policy; set "
+            "critic.pretrain_episodes=0 (and critic.warmup_steps=3)"
+        )
+
+
 def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
     """Hyperparameters of the run's estimator that differ from its own defaults.
 
@@ -237,8 +275,8 @@ def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
     return read_channels(c.credit.estimator, hparams, parts)
 
 
-def step_config(c: ml_collections.ConfigDict) -> StepConfig:
-    """How a step spends its budget."""
+def step_config(c: ml_collections.ConfigDict, *, max_turns: int | None = None) -> StepConfig:
+    """How a step spends its budget; `max_turns` of an episode fixes the shapes of plans."""
     return StepConfig(
         budget=c.budget,
         group_size=c.rollout.group_size,
@@ -250,6 +288,9 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
         refine=c.critic.refine,
         concurrency=c.rollout.max_running,
         state_bucket=c.learner.state_bucket,
+        max_states=None if max_turns is None else max_turns + 1,
+        weight=c.branching.weight,
+        siblings=c.critic.siblings,
         proceed_fraction=(
             c.rollout.proceed_fraction if c.rollout.on_failure == "proceed" else None
         ),
@@ -263,32 +304,8 @@ def tool_limits(c: ml_collections.ConfigDict) -> ToolLimits:
 
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
-    env = TASKS[c.task.name](**_task_options(c))
+    env = TASKS[c.task.name](**task_options(c.task.to_dict()))
     return ToolCalls(env, _tool_calls(c)) if _tool_calls(c) else env
-
-
-def _task_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
-    """What the factory of the run's task is given: all keys of `config.task` but the name.
-
-    Raises:
-      ValueError: it takes no such option, or needs another one.
-    """
-    options = c.task.to_dict()
-    name = options.pop("name")
-    signature = inspect.signature(TASKS[name])
-    takes = signature.parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    if not open_ended and (unknown := sorted(options.keys() - takes.keys())):
-        raise ValueError(
-            f"task {name!r} takes no option {', '.join(unknown)}: config.task holds the task's "
-            f"name and its own options alone, which are {', '.join(takes) or 'none'}; replace it "
-            "in a config file of yours"
-        )
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ValueError(f"task {name!r}: {error} in config.task") from error
-    return options
 
 
 def _tool_calls(c: ml_collections.ConfigDict) -> str:

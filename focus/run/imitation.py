@@ -51,7 +51,7 @@ def make(config: ml_collections.ConfigDict, env: Environment, start: Start) -> t
     """
     w = config.warm_start
     start.update(f"playing {w.episodes} demonstrations", milestone=True)
-    demonstrations = list(_demonstrations(config, env))
+    demonstrations = list(demonstrations_of(config, env))
     if not demonstrations:
         raise ValueError(
             f"task {env.name!r} gave no demonstrations; warm_start.episodes must be > 0"
@@ -71,7 +71,7 @@ def make(config: ml_collections.ConfigDict, env: Environment, start: Start) -> t
         for i, demonstration in enumerate(demonstrations)
     ]
     # Long episodes are those that go in circles; none of the right ones is lost.
-    trajectories = [t for t in trajectories if _longest(t) <= w.row_length]
+    trajectories = [t for t in trajectories if longest(t) <= w.row_length]
     start.update("packing them into rows")
     batches = _batches(config, trajectories, seed_of(config))
     params = _imitate(config, batches, seed_of(config), start)
@@ -83,7 +83,9 @@ def seed_of(config: ml_collections.ConfigDict) -> int:
     return config.seed if config.warm_start.seed is None else config.warm_start.seed
 
 
-def _demonstrations(config: ml_collections.ConfigDict, env: Environment) -> Iterable[Demonstration]:
+def demonstrations_of(
+    config: ml_collections.ConfigDict, env: Environment
+) -> Iterable[Demonstration]:
     """Episodes of the task's scripted player.
 
     Those of deep search are mostly played in invented worlds, where names have to be copied from
@@ -175,7 +177,7 @@ def to_trajectory(
     )
 
 
-def _longest(trajectory: Trajectory) -> int:
+def longest(trajectory: Trajectory) -> int:
     """Tokens of the longest sequence that the policy reads and writes."""
     generations = (g for segment in trajectory.segments for g in segment.generations)
     return max(len(g.prompt_ids) + len(g.output_ids) for g in generations)

@@ -75,10 +75,11 @@ class Plugin:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """SHA-256 of the files and their paths."""
+        """SHA-256 of what a file says; of a package, of its files and their paths."""
         digest = hashlib.sha256()
         for path, content in sorted(self.files.items()):
-            digest.update(f"{path}\0{len(content)}\0".encode() + content)
+            name = "" if self.is_file else path
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
         return digest.hexdigest()
 
 

@@ -173,6 +173,8 @@ RANGES: dict[str, Range] = {
     "critic.capacity": _COUNT,
     "critic.evidence_bucket": _COUNT,
     "critic.replay_steps": _COUNT,
+    "critic.pretrain_episodes": whole(0),
+    "critic.pretrain_epochs": _COUNT,
     "critic.warmup_steps": whole(0),
     "critic.lambda_": _SHARE,
     "credit.discount": _SHARE,

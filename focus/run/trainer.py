@@ -51,7 +51,7 @@ class Trainer:
         self.model = model = experiment.model_config(config)
         start.chat.check_model(model.vocab_size)
         self.num_parameters = models.num_params(model)
-        self.step_config = experiment.step_config(config)
+        self.step_config = experiment.step_config(config, max_turns=env.max_turns)
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
         self.mesh = experiment.make_mesh(config, model)
         self._optimizer = make_optimizer(
@@ -105,6 +105,7 @@ class Trainer:
             critic,
             self.step_config,
             self.pack,
+            self.score,
             max_turns=env.max_turns,
             max_context=self.engine.info().max_context,
         )
