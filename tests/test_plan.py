@@ -214,8 +214,12 @@ def test_adapters_are_pushed_where_there_are_any():
     ("key", "value", "message"),
     [
         ("rollout.push", "adaptor", "rollout.push must be one of weights, adapter; got 'adaptor'"),
-        ("learner.minibatches", 0, "learner.minibatches must be >= 1, got 0"),
-        ("mesh.tensor", 0, "mesh.tensor must be >= 1, or -1 for what is left; got 0"),
+        ("learner.minibatches", 0, "learner.minibatches must be a whole number >= 1, got 0"),
+        (
+            "mesh.tensor",
+            0,
+            "mesh.tensor must be a whole number >= 1, or -1 \\(what is left\\), got 0",
+        ),
         ("learner.lora.rank", 9999, "learner.lora.rank 9999 is more than q_proj .* at most 4096"),
     ],
 )
