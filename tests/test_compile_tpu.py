@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -496,3 +497,44 @@ def test_a_report_is_complete(small):
         gradient["model_flops"] / (step["seconds"] * slice_.chip.flops_per_s)
     )
     assert "| gradient |" in to_markdown(result, "command")
+
+
+def test_numbers_of_small_and_large_runs_are_readable():
+    def made(scale):
+        """Figures of a run of `scale` times a million parameters."""
+        times = {f"{n}_s": 1e-5 * scale for n in ("compute", "memory", "collective")}
+        times |= {"total_s": 3e-5 * scale, "best_s": 1e-5 * scale}
+        parts = ("argument", "output", "temporary", "resident", "peak")
+        program = {f"{part}_bytes": 2**20 * scale for part in parts}
+        traffic = {
+            "kind": "all-reduce",
+            "count": 5,
+            "num_bytes": 2e6 * scale,
+            "seconds": 1e-5 * scale,
+        }
+        program |= {"tokens": 2048, "time": times, "collectives": [traffic]}
+        shares = {"mfu": 0.15, "mfu_best": 2e-5, "hardware_utilisation": 0.2}
+        step = {"tokens": 2048, "seconds": 1.2e-4 * scale, "tokens_per_s": 17e6}
+        return {
+            "config": "mine",
+            "topology": "v5e:2x2",
+            "chips": 4,
+            "mesh": {"data": 4},
+            "num_params": 934_980 * scale,
+            "hbm_bytes_per_chip": 16 * 2**30,
+            "programs": {"gradient": program},
+            "step": step | shares | {"peak_share_for_half": None},
+        }
+
+    small = to_markdown(made(1), "command")
+    assert "934.98K parameters" in small and "takes 120.00 us" in small
+    assert "(0.002% if collectives" in small and "| 0.0061% |" in small
+    assert "Memory per chip, MiB" in small and "| gradient | 1.00 |" in small
+    assert "one run, us" in small and "| gradient | 2,048 | 10.0 |" in small
+    assert "| program | kind | count | MB | us |" in small and "| 5 | 2.00 | 10.0 |" in small
+    large = to_markdown(made(10_000), "command")
+    assert "9.35B parameters" in large and "takes 1.20 s" in large
+    assert "Memory per chip, GiB" in large and "| gradient | 9.77 |" in large
+    assert "one run, ms" in large and "| count | GB | ms |" in large
+    for text in (small, large):
+        assert not re.search(r"\b0\.0+B|\b0\.00 s|\| 0\.0+ ", text), text

@@ -214,8 +214,12 @@ def test_adapters_are_pushed_where_there_are_any():
     ("key", "value", "message"),
     [
         ("rollout.push", "adaptor", "rollout.push must be one of weights, adapter; got 'adaptor'"),
-        ("learner.minibatches", 0, "learner.minibatches must be >= 1, got 0"),
-        ("mesh.tensor", 0, "mesh.tensor must be >= 1, or -1 for what is left; got 0"),
+        ("learner.minibatches", 0, "learner.minibatches must be a whole number >= 1, got 0"),
+        (
+            "mesh.tensor",
+            0,
+            "mesh.tensor must be a whole number >= 1, or -1 \\(what is left\\), got 0",
+        ),
         ("learner.lora.rank", 9999, "learner.lora.rank 9999 is more than q_proj .* at most 4096"),
     ],
 )
@@ -367,6 +371,13 @@ def test_the_tables_say_who_waits():
     chosen = plan.choose(plans, 0.25)
     console = rich.console.Console(width=120, record=True, file=io.StringIO())
     plan.show_search(plans, chosen, config.budget, GPU, console)
+    for width in (80, 100, 120):  # never cuts a word off, however narrow
+        narrow = rich.console.Console(file=io.StringIO(), width=width)
+        plan.show_search(plans, chosen, config.budget, GPU, narrow)
+        table = narrow.file.getvalue()
+        assert "…" not in table and all(p.layout.slice_.name in table for p in plans)
+        assert "rollouts s" in table and "who waits" in table
+        assert max(map(len, table.splitlines())) <= 120
     plan.show(chosen, config.budget, GPU, console)
     text = console.export_text()
     (marked,) = [line for line in text.splitlines() if "->" in line]

@@ -20,12 +20,14 @@ TABLE = RANGES | TASK_RANGES["deep_search"]
 
 
 def configs():
-    """Every config file of the repository, in every variant."""
+    """Every config file of a run, in every variant; the laboratory checks its own."""
     for path in sorted((REPOSITORY / "configs").glob("[a-z]*.py")):
         module = runpy.run_path(str(path))
         variants = module.get("METHODS") or module.get("PRESETS") or (None,)
         for variant in variants:
-            yield module["get_config"](*([] if variant is None else [variant]))
+            config = module["get_config"](*([] if variant is None else [variant]))
+            if "task" in config:
+                yield config
 
 
 def is_number(value):

