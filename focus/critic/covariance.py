@@ -26,6 +26,9 @@ PRIOR_STD = (1.0, 0.15, 0.1, 0.1)
 PRIOR_RHO, PRIOR_RHO_STD = 0.8, 0.25
 # The parts that scale with the spread never claim more of it than this.
 MOST_OF_SPREAD = 0.9
+# Products are weighed as if no spread were smaller: one surprise where V is all but sure would
+# outweigh everything else.
+_LEAST_SPREAD = 0.05
 # Share of the spread that a residual's own error is assumed to have when products are weighted.
 _WEIGHT_SHARE = 0.3
 _SUBSETS = 2**4
@@ -106,10 +109,10 @@ def update_fit(
     """Forgets a little, then adds the pairs of a step.
 
     The product of residuals of states i and j is divided by what its standard deviation would
-    be, s_i s_j with `s^2 = spread (.3 + .7 / k)`. Pairs of a task share its error: n of them say
-    less than n times as much, so each is weighted by 1 / (1 + .3 (n - 1)) for either state
-    (Kish's design effect). A state with k >= 2 outcomes is paired with itself, its noise taken
-    off by the sample variance.
+    be, s_i s_j with `s^2 = max(spread, .05) (.3 + .7 / k)`. Pairs of a task share its error: n of
+    them say less than n times as much, so each is weighted by 1 / (1 + .3 (n - 1)) for either
+    state (Kish's design effect). A state with k >= 2 outcomes is paired with itself, its noise
+    taken off by the sample variance.
 
     Args:
       fit: before.
@@ -126,7 +129,8 @@ def update_fit(
         return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - 1)), x, fill)
 
     count = there(r.count, 1).astype(jnp.float32)
-    scale = 1.0 / jnp.sqrt(there(r.spread, 1.0) * (_WEIGHT_SHARE + (1 - _WEIGHT_SHARE) / count))
+    scale = 1.0 / jnp.sqrt(_WEIGHT_SHARE + (1 - _WEIGHT_SHARE) / count)
+    scale /= jnp.sqrt(jnp.maximum(there(r.spread, 1.0), _LEAST_SPREAD))
     residual = scale * (there(r.mean) - there(r.value))
     features = scale[:, None] * there(r.ensemble)
     root = scale * jnp.sqrt(there(r.spread))
