@@ -26,7 +26,7 @@ from focus.credit.refine import bernoulli_noise_var, leave_one_out_values, refin
 from focus.lab import critic, exact
 from focus.lab.arms import Arm
 from focus.lab.play import Episodes, launched, play, take_state
-from focus.lab.world import World
+from focus.lab.world import World, draw_bits
 from focus.lab.worlds import make_world
 from focus.types import Array, CreditBatch
 
@@ -113,14 +113,20 @@ def sizes_of(world: World, arm: Arm, tokens_per_step: int) -> Sizes:
             f"{arm.group_size} episodes of up to {most_from[0]} tokens in {world.name}; raise "
             "tokens_per_step or base_fraction, or lower group_size"
         )
-    policy = jax.nn.softmax(world.logits)
-    flow = exact.occupancy(world, policy)[..., None] * policy[world.policy_row]
-    mean = float(jnp.sum(flow * world.tokens))
+    mean = float(_mean_tokens(world))
     exactly = mean > most_from[0] - 1e-3  # episodes of one length only
     rows = base_budget / mean if exactly else SPARE_ROWS * base_budget / mean
     groups = max(1, math.floor(rows / arm.group_size + (0.001 if exactly else 1)))
     branch = arm.max_picks * max(arm.ks) if arm.branches else 0
     return Sizes(groups, groups * arm.group_size, branch, tokens_per_step, most_from)
+
+
+@jax.jit
+def _mean_tokens(world: World) -> Array:
+    """Scalar tokens that an episode of the first policy generates."""
+    policy = jax.nn.softmax(world.logits)
+    flow = exact.occupancy(world, policy)[..., None] * policy[world.policy_row]
+    return jnp.sum(flow * world.tokens)
 
 
 def policy_of(world: World, weights: Array) -> Array:
@@ -497,9 +503,7 @@ def init_learner(
       warm_key: of the demonstrations, consumed.
     """
     epochs = -(-steps * sizes.groups // world.num_tasks) + 1
-    order = jax.vmap(lambda k: jax.random.permutation(k, world.num_tasks))(
-        jax.random.split(order_key, epochs)
-    ).reshape(-1)
+    order = jnp.argsort(draw_bits(order_key, epochs, world.num_tasks), axis=1).reshape(-1)
     rows, features = world.logits.shape[0], world.policy_features
     weights = jnp.zeros((rows if features is None else features.shape[1], world.num_actions))
     counts = critic.init_counts(world)
@@ -590,7 +594,9 @@ def make_run(
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
-    sizes = sizes_of(make_world(world_name, **world_options), arm, tokens_per_step)
+    # Compiled: done eagerly, every operation of the builder would be compiled alone.
+    example = jax.jit(lambda: make_world(world_name, **world_options))()
+    sizes = sizes_of(example, arm, tokens_per_step)
 
     def run(seed, learning_rate):
         world = make_world(world_name, seed=seed, **world_options)
