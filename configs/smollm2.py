@@ -12,7 +12,7 @@ template:
 
     --config.chat.tool_calls=hermes --config.task.instructions=False
 
-The argument names the method, as in configs/quickstart.py.
+The argument names the method, as in configs/default.py.
 
 On a CPU it is a check that all parts fit: a step takes minutes.
 """
@@ -23,30 +23,17 @@ from pathlib import Path
 import ml_collections
 
 # By its path, as config files themselves are read: `configs` is no installed package.
-_QUICKSTART = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))
+_DEFAULT = runpy.run_path(str(Path(__file__).with_name("default.py")))
 
-METHODS = _QUICKSTART["METHODS"]
+METHODS = _DEFAULT["METHODS"]
 
 
 def get_config(method: str = "focus") -> ml_collections.ConfigDict:
-    """The configuration of `method`; what a step is made of is the quickstart's."""
-    c = _QUICKSTART["get_config"](method)
-    del c.warm_start  # the model can talk already
-    c.task.instructions = True
+    """The configuration of `method`; keys that are not set here are those of default.py."""
+    c = _DEFAULT["get_config"](method, start="directory")
+    c.steps = c.learner.schedule_steps = 70
+    c.model.path = "models/smollm2"
     c.task.snippet_words = 8
-
-    c.model = ml_collections.ConfigDict()
-    c.model.path = "models/smollm2"  # what the model is stands there; here, how it is run
-    c.model.max_context = 1024
-    c.model.dtype = "float32"  # of the computation; parameters are float32
-    c.model.remat = "full"
-
-    c.chat = ml_collections.ConfigDict()
-    c.chat.tool_calls = ""  # format of calls: "" is the environment's own text; hermes, qwen
-    c.chat.observation_role = "tool"  # role of a tool's answer; user for templates without tools
-    c.chat.keep_thinking = False  # for templates that would strip the thinking of earlier turns
-    c.chat.pad_token = ""  # "" is that of tokenizer_config.json
-
     c.rollout.update(
         max_running=16,
         retained=16,
@@ -59,7 +46,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
     )
     c.context.limit = 640
     c.learner.update(
-        learning_rate=1e-5,  # a pretrained model; the quickstart's was trained minutes before
+        learning_rate=1e-5,
         row_length=2048,
         micro_rows=1,
         row_buckets=(64, 128, 256),

@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_collections
 
 # By its path, as config files themselves are read: `configs` is no installed package.
-_QUICKSTART = runpy.run_path(str(Path(__file__).with_name("quickstart.py")))
+_DEFAULT = runpy.run_path(str(Path(__file__).with_name("default.py")))
 
 # Shapes as in the models' config.json.
 MODELS = {
@@ -73,11 +73,12 @@ PRESETS = {
 
 
 def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
-    """The configuration of `preset`; keys that are not set here are those of the quickstart."""
+    """The configuration of `preset`; keys that are not set here are those of default.py."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
     model, _, micro_rows, remat, logprob_chunk = PRESETS[preset]
-    c = _QUICKSTART["get_config"]("focus")
+    c = _DEFAULT["get_config"]("focus")
+    c.steps = c.learner.schedule_steps = 70
     c.budget = 2_000_000
     c.task.max_turns = 30
     c.model = ml_collections.ConfigDict(
@@ -101,6 +102,7 @@ def get_config(preset: str = "qwen3_5_9b") -> ml_collections.ConfigDict:
     c.context.limit = 12288
     c.branching.update(rounds=2, max_per_state=4)
     c.critic.update(width=512, capacity=8192, learning_rate=3e-4, evidence_bucket=4096)
+    c.critic.update(pretrain_episodes=0, warmup_steps=3)  # a pretrained model has no warm start
     c.learner.update(
         learning_rate=1e-6,
         warmup_steps=10,

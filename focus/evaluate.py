@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_collections
 import numpy as np
 
 from focus.learner import hosts
-from focus.learner.checkpoint import Checkpointer
-from focus.rollout import Agent, Pool, Rollout, UnlimitedAccount, play
-from focus.run import experiment, warm_start
+from focus.rollout import (
+    Agent,
+    AllRolloutsFailed,
+    EpisodeStart,
+    Pool,
+    Rollout,
+    UnlimitedAccount,
+    play,
+)
 from focus.run.backends import alive_everywhere
-from focus.run.trainer import Trainer
+from focus.run.restored import restore_run
 from focus.tasks.base import Task
+from focus.terminal import Start
 from focus.types import Trajectory
 
 
@@ -66,18 +71,19 @@ async def evaluate(
       Evaluation.
 
     Raises:
-      RuntimeError: not a single rollout has an outcome.
+      AllRolloutsFailed: not a single rollout has an outcome.
       FleetDead: nobody samples any more.
     """
     pool = Pool(concurrency)
     for i, task in hosts.deal(list(enumerate(tasks))):
         rollout = Rollout(f"{name}/{i}.0", task.id, i)
-        pool.submit(functools.partial(play, agent, agent.start(task), rollout, UnlimitedAccount()))
+        start = EpisodeStart(agent, task)
+        pool.submit(functools.partial(play, agent, start, rollout, UnlimitedAccount()))
     trajectories = tuple(hosts.undeal(await alive_everywhere(pool.join())))
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     if not outcomes:
-        errors = {t.error for t in trajectories}
-        raise RuntimeError(f"none of {len(tasks)} held-out rollouts has an outcome: {errors}")
+        errors = (t.error for t in trajectories)
+        raise AllRolloutsFailed(f"none of {len(tasks)} held-out rollouts has an outcome", errors)
     success = float(np.mean([t.success for t in trajectories if t.outcome is not None]))
     return Evaluation(
         success=success,
@@ -93,6 +99,7 @@ def evaluate_run(
     step: int | str = "latest",
     num_tasks: int | None = None,
     temperature: float | None = None,
+    start: Start | None = None,
 ) -> dict[str, Any]:
     """Scores a checkpoint of a run.
 
@@ -101,39 +108,22 @@ def evaluate_run(
       step: "latest", "best" or the number of a checkpoint.
       num_tasks: held-out tasks; None for the config's.
       temperature: of sampling; None for the config's, 0 for greedy.
+      start: says how far it is; None: nobody does.
 
     Returns:
       Step, success, its standard error, number of tasks, mean tokens and turns.
 
     Raises:
-      ValueError: no run there, no such checkpoint, more tasks than there are.
+      ValueError: no run there, no such checkpoint, more tasks than there are, or other contents
+        of the files that the run reads.
     """
-    workdir = Path(workdir)
-    if not (workdir / "config.json").is_file():
-        raise ValueError(f"no run in {workdir}: config.json is missing; give a workdir of train.py")
-    config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
-    if temperature is not None:
-        config.evaluate.temperature = temperature
-    if num_tasks is not None:
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks must be >= 1, got {num_tasks}")
-        config.evaluate.num_tasks = num_tasks
-    experiment.validate(config)
-    env = experiment.make_env(config)
-    available = len(env.tasks("heldout"))
-    if config.evaluate.num_tasks > available:
-        raise ValueError(
-            f"num_tasks {config.evaluate.num_tasks} is more than the {available} held-out tasks "
-            "of the run; ask for at most that many"
-        )
-    trainer = Trainer(config, env, warm_start.load_or_make(config, env))
-    checkpointer = Checkpointer(workdir)
-    restored = checkpointer.restore(trainer.init_state(), step=step)
-    checkpointer.close()
+    start = start or Start(quiet=True)
+    restored = restore_run(workdir, step, start=start, temperature=temperature, num_tasks=num_tasks)
+    config, trainer = restored.config, restored.trainer
 
     async def run() -> Evaluation:
         async with trainer.engine:
-            push = trainer.backend.publisher(workdir / "evaluation")
+            push = trainer.backend.publisher(Path(workdir) / "evaluation")
             await push(trainer.rollout_params(restored.state), restored.step)
             return await evaluate(
                 trainer.eval_agent,
@@ -142,7 +132,9 @@ def evaluate_run(
                 concurrency=config.rollout.max_running,
             )
 
-    result = asyncio.run(run())
+    with start.part(f"{config.evaluate.num_tasks} held-out tasks"):
+        result = asyncio.run(run())
+    start.close()
     return {
         "step": restored.step,
         "temperature": config.evaluate.temperature,

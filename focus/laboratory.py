@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -27,9 +28,11 @@ from focus.lab.regime import regime_worlds
 from focus.lab.specs import WorldSpec, read_arm, read_world
 from focus.lab.sweep import Cell, CellResult, Settings, result_row
 from focus.lab.worlds import WORLDS
+from focus.learner import compilations
 from focus.learner.checkpoint import open_workdir
 from focus.metrics import short_time
 from focus.report.lab import build_lab_report
+from focus.run.experiment import cache_dir
 
 RESULTS_FILE = "results.json"
 ANALYSIS_FILE = "analysis.json"
@@ -116,7 +119,7 @@ def read_parts(config: ml_collections.ConfigDict) -> Parts:
             seeds=c.league.seeds,
             batches=c.league.batches,
             chunk=c.league.chunk,
-            tokens_per_step=c.tokens_per_step,
+            tokens=c.league.tokens,
             seed=c.seed,
         )
     if not (worlds or league_worlds):
@@ -173,6 +176,8 @@ def run(
     """
     parts = read_parts(config)
     num_workers(workers, 1)  # refuses a negative number before the workdir is made
+    keep_programs = functools.partial(compilations.keep, cache_dir(config) / "jax")
+    keep_programs()
     identity = {**json.loads(config.to_json()), "code": code_version()}
     workdir = open_workdir(workdir, identity, may_differ=MAY_DIFFER)
     cells, league = parts.cells(workdir), parts.league_jobs(workdir)
@@ -182,7 +187,8 @@ def run(
     with LabProgress(
         [job.title for job in left], earlier=len(cells) + len(league) - len(left), console=console
     ) as progress:
-        run_jobs(left, workers=num_workers(workers, len(left)), notify=progress.update)
+        number = num_workers(workers, len(left))
+        run_jobs(left, workers=number, notify=progress.update, setup=keep_programs)
     results = [cell.read() for cell in cells]
     rows = [result_row(result, parts.settings) for result in results]
     said = analyse(parts, config, results)

@@ -1,9 +1,13 @@
-"""Where numbers go: a file always, TensorBoard and W&B on request, a progress bar for people."""
+"""Where numbers go: a file always, TensorBoard and W&B on request, a progress bar for people.
+
+And under which name: that of what was run.
+"""
 
 from __future__ import annotations
 
 import importlib
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,14 +18,90 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
-import rich.text
 
 from focus.journal import JsonLines, keep_json_lines, read_json_lines
+
+# What the methods of configs/default.py set: estimator, rule, context manager.
+METHODS = {
+    "focus": ("focus", "expected_error_reduction", "full"),
+    "focus_summarize": ("focus", "expected_error_reduction", "summarize"),
+    "grpo": ("grpo", "none", "full"),
+    "vineppo": ("vineppo", "uniform", "full"),
+    "ppo": ("ppo", "none", "full"),
+    "self_credit": ("self_credit", "none", "cite_summary"),
+}
+
+
+def run_name(config: Mapping[str, Any]) -> str | None:
+    """A run's name: "gigpo" for a GRPO config with that estimator, "focus, random branches".
+
+    A method where estimator, rule and context manager are that method's; else the estimator, with
+    what is not as usual for it. A `method` of the user's own stands before that: "mine: gigpo".
+
+    Args:
+      config: nested, as in `config.json`; a run may be read whose config lacks parts, and then
+        its method is its name.
+
+    Returns:
+      The name; None if the config says nothing of a method.
+    """
+    method = config.get("method")
+    ran = estimator, rule, manager = (
+        _get(config, "credit", "estimator"),
+        _get(config, "branching", "rule"),
+        _get(config, "context", "manager"),
+    )
+    if None in ran:
+        return None if method is None else str(method)
+    name = next((known for known, sets in METHODS.items() if sets == ran), None)
+    if name is None:
+        _, usual_rule, usual_manager = METHODS.get(estimator, ("", "none", "full"))
+        parts = [str(estimator)]
+        if rule != usual_rule:
+            words = "no" if rule == "none" else str(rule).replace("_", " ")
+            parts.append(f"{words} branches")
+        if manager != usual_manager:
+            parts.append("full context" if manager == "full" else str(manager).replace("_", " "))
+        name = ", ".join(parts)
+    return name if method is None or method in METHODS or method == name else f"{method}: {name}"
+
+
+def _get(config: Mapping[str, Any], section: str, key: str) -> Any:
+    part = config.get(section)
+    return part.get(key) if isinstance(part, Mapping) else None
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     """Lines of `metrics.jsonl`, in order of their steps; a torn last line is left out."""
     return read_json_lines(Path(workdir) / "metrics.jsonl")[0]
+
+
+def check_writers(log: Mapping[str, Any]) -> None:
+    """Checks before a run that what `config.log` asks for is there.
+
+    Raises:
+      ImportError: a package is missing.
+      ValueError: W&B has no key.
+    """
+    if log["tensorboard"]:
+        _import("tensorboardX", "tensorboard")
+    if log["wandb"]:
+        wandb = _import("wandb", "wandb")
+        if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
+            return
+        try:
+            wandb.login()
+        except Exception as error:
+            raise ValueError(
+                f"log.wandb={log['wandb']!r}: {' '.join(str(error).split())} Set WANDB_API_KEY, or "
+                "WANDB_MODE=offline to send what the run writes down later"
+            ) from error
+
+
+def wandb_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `wandb.init` for a run: project, what the run is called, and its config."""
+    name = f"{run_name(config)}, seed {config['seed']}"
+    return {"project": config["log"]["wandb"], "name": name, "config": dict(config)}
 
 
 class MetricsWriter:
@@ -125,6 +205,7 @@ class ProgressBar:
         num_steps: int,
         *,
         start_step: int = 0,
+        title: str = "",
         every: int = 10,
         console: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -134,6 +215,7 @@ class ProgressBar:
         Args:
           num_steps: steps of the whole run.
           start_step: steps that earlier attempts have finished.
+          title: what the run is called.
           every: steps between two lines when the output is not a terminal.
           console: where to print, standard error if None.
           clock: seconds, for the time left.
@@ -141,19 +223,25 @@ class ProgressBar:
         if every < 1:
             raise ValueError(f"every must be >= 1, got {every}")
         self._num_steps, self._start_step, self._every = num_steps, start_step, every
+        self._title = f"{title}  " if title else ""
         self._console = console or rich.console.Console(stderr=True)
         self._clock = clock
         self._started = clock()
         self._seen: dict[str, float] = {}
         self._live: rich.progress.Progress | None = None
         if self._console.is_terminal:
+            line = rich.table.Column(no_wrap=True, overflow="ellipsis", ratio=1)
             self._live = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.BarColumn(bar_width=20),
+                rich.progress.SpinnerColumn(finished_text="+"),
+                rich.progress.BarColumn(bar_width=12),
+                rich.progress.TextColumn("{task.description}", table_column=line, markup=False),
                 console=self._console,
+                expand=True,
             )
             self._task = self._live.add_task(
-                f"step {start_step}/{num_steps}", total=num_steps, completed=start_step
+                f"{self._title}step {start_step}/{num_steps}  programs compile in the first step",
+                total=num_steps,
+                completed=start_step,
             )
 
     def __enter__(self) -> ProgressBar:
@@ -186,20 +274,19 @@ class ProgressBar:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self, finished: int) -> str:
-        parts = [f"step {finished}/{self._num_steps}"]
+        done = finished - self._start_step
+        seconds = (self._clock() - self._started) / max(done, 1) * (self._num_steps - finished)
+        parts = [f"{self._title}step {finished}/{self._num_steps}", f"{short_time(seconds)} left"]
         for name, (label, format_spec) in _SHOWN.items():
             if name in self._seen and not name.startswith("tokens/"):
                 parts.append(f"{label} {self._seen[name]:{format_spec}}")
         kinds = [
             f"{_SHOWN[name][0]} {_short_count(self._seen[name])}"
             for name in _SHOWN
-            if name.startswith("tokens/") and name in self._seen
+            if name.startswith("tokens/") and self._seen.get(name)
         ]
         if kinds:
             parts.append("tokens " + " ".join(kinds))
-        done = finished - self._start_step
-        seconds = (self._clock() - self._started) / max(done, 1) * (self._num_steps - finished)
-        parts.append(f"{short_time(seconds)} left")
         return "  ".join(parts)
 
 
@@ -214,29 +301,35 @@ _SHOWN = {
 }
 
 
-def format_summary(summary: Mapping[str, Any], *, title: str = "Run") -> rich.table.Table:
-    """The end of a run as a table.
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The end of a run in six lines; all else is in `summary.json`.
 
     Args:
-      summary: values by name; a nested mapping becomes a section.
-      title: heading.
-
-    Returns:
-      A table for `rich.print`.
+      summary: as `focus.train.train` returns it.
     """
-    table = rich.table.Table(title=title, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, value in summary.items():
-        if isinstance(value, Mapping):
-            table.add_section()
-            table.add_row(rich.text.Text(name, style="dim"), "")
-            for inner, inner_value in value.items():
-                table.add_row(rich.text.Text(f"  {inner}"), rich.text.Text(_text(inner_value)))
-            table.add_section()
-        else:
-            table.add_row(rich.text.Text(name), rich.text.Text(_text(value)))
-    return table
+    generated, dose, replayed = (summary[k] for k in ("generated_tokens", "dose", "replayed"))
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in generated.items() if count)
+    # "ahead" passes at the same time as others.
+    phases = [item for item in summary["wall_s"].items() if item[0] != "ahead"]
+    spent = sorted(phases, key=lambda item: -item[1])
+    longest = ", ".join(f"{k.replace('_', ' ')} {short_time(s)}" for k, s in spent[:4] if s >= 1)
+    trouble = {
+        "rollouts without an outcome": summary["technical_failures"],
+        "rollouts played again after a stop": replayed["rollouts"],
+        "programs compiled late": summary["recompilations_after_warmup"],
+    }
+    report = Path(summary["report"])
+    return [
+        f"{summary['name']} on {summary['task']}, seed {summary['seed']}: {summary['steps']} steps",
+        f"success   {summary['success_before']:.3f} before, {summary['success_after']:.3f} after "
+        f"(held-out tasks, standard error {summary['success_std_error']:.3f})",
+        f"tokens    {sum(generated.values()):,} generated ({kinds}), {dose['tokens']:,} trained in "
+        f"{dose['optimizer_steps']:,} optimiser steps",
+        f"time      {short_time(sum(seconds for _, seconds in spent))}"
+        + (f" ({longest})" if longest else ""),
+        "trouble   " + (", ".join(f"{n} {what}" for what, n in trouble.items() if n) or "none"),
+        f"report    {report}; all figures: {report.parent / 'summary.json'}",
+    ]
 
 
 def _number(name: str, value: Any) -> int | float | None:
@@ -252,14 +345,6 @@ def _number(name: str, value: Any) -> int | float | None:
         ) from None
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return "-" if value is None else str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
-
-
 def _short_count(count: float) -> str:
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
@@ -268,7 +353,7 @@ def _short_count(count: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """3:07 or 1:02:59."""
+    """Minutes and seconds, with hours where there are any: 0:07, 12:40, 1:02:33."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
@@ -280,7 +365,7 @@ def _import(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"this writer needs the package {module}; install it with "
-            f"`pip install focus[{extra}]` or switch the writer off"
+            f"pip install -e '.[{extra}]', or switch the writer off"
         ) from error
 
 

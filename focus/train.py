@@ -9,31 +9,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
-import platform
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_collections
-import rich.console
 
 from focus.branching.budget import Ledger
 from focus.engine import FleetDead
 from focus.evaluate import Evaluation, evaluate
 from focus.journal import Journal, write_atomically
-from focus.learner import hosts
+from focus.learner import compilations, hosts
 from focus.learner.checkpoint import Checkpointer, open_workdir
 from focus.learner.state import TrainState
-from focus.metrics import MetricsWriter, ProgressBar, format_summary
-from focus.report import build_report, record_trees, write_branches, write_trees
-from focus.rollout import BaseRollouts, Collected, RolloutsAhead, Slots, StepPlay, Stopwatch, Tally
-from focus.run import experiment, warm_start
+from focus.metrics import (
+    MetricsWriter,
+    ProgressBar,
+    check_writers,
+    run_name,
+    summary_lines,
+    wandb_options,
+)
+from focus.report import (
+    build_report,
+    record_evaluation,
+    record_trees,
+    write_branches,
+    write_evaluation,
+    write_trees,
+)
+from focus.rollout import (
+    AllRolloutsFailed,
+    BaseRollouts,
+    Collected,
+    RolloutsAhead,
+    Slots,
+    StepPlay,
+    Stopwatch,
+    Tally,
+)
+from focus.run import experiment, head_start, inputs, plugins, stopping, warm_start
 from focus.run.backends import alive_everywhere
 from focus.run.steps import (
-    LAG,
     Learned,
     Progress,
     collect_step,
@@ -42,14 +61,22 @@ from focus.run.steps import (
     step_metrics,
     tally_step,
 )
+from focus.run.stopping import Stopped, StopRequested, StopSignals
+from focus.run.summary import summarise
 from focus.run.trainer import Trainer
+from focus.terminal import Start
 
 # Takes a step and its metrics.
 Write = Callable[[int, dict[str, Any]], None]
 
 
-def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
+def train(
+    config: ml_collections.ConfigDict, workdir: str | Path, *, start: Start | None = None
+) -> dict[str, Any]:
     """Trains, or goes on where an earlier process with this config and workdir was stopped.
+
+    SIGINT (Ctrl-C) and SIGTERM save what is done and end the run, see `focus.run.stopping`. What
+    JAX compiles is kept below `cache_dir`, see `focus.learner.compilations`.
 
     Several processes call it together, after `hosts.initialize`. They play different tasks with
     parts of one budget; the first writes what is not a checkpoint, the others keep a journal.
@@ -59,46 +86,89 @@ def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, A
       workdir: gets checkpoints, metrics, the journal of rollouts, trajectory trees, the summary
         and the report; with learner.lora, the adapter as PEFT has it. One directory for all
         processes.
+      start: says what is done before the first step; None for one that prints it.
 
     Returns:
       The summary, as written to `summary.json`.
 
     Raises:
       ValueError: a config or workdir that cannot work; before any work is done.
+      ImportError: a package that `config.log` needs is missing; before any work is done.
+      Stopped: a signal has ended the run.
       FloatingPointError: a loss that is not finite; the last checkpoint is intact.
       FleetDead: no server has answered for `rollout.dead_after_s`; the run is saved.
+      AllRolloutsFailed: no rollout came back, two steps in a row; the run is saved.
     """
-    with hosts.together():
-        return asyncio.run(_train(config, workdir))
+    compilations.keep(experiment.cache_dir(config) / "jax")
+    start = start or Start()
+    start.quiet = start.quiet or not hosts.is_first()
+    with stopping.listen() as signals, hosts.together():
+        return asyncio.run(_train(config, workdir, start, signals))
 
 
-async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, Any]:
+async def _train(
+    config: ml_collections.ConfigDict, workdir: str | Path, start: Start, signals: StopSignals
+) -> dict[str, Any]:
     hosts.agree("config", config.to_json())
+    loaded = plugins.load(config.plugins, workdir)
     experiment.validate(config)
-    env = experiment.make_env(config)
-    if config.model.get("path"):
-        experiment.read_chat(config, env)
+    if hosts.is_first():
+        check_writers(config.log)
+    with start.part("tasks"):
+        env = experiment.make_env(config)
+        experiment.heldout_tasks(config, env)  # refuses more than there are
+        if config.model.get("path"):
+            experiment.read_chat(config, env)
+    read = inputs.find(config)
+    inputs.check(read, workdir)
     # Only now: a config that cannot work must not claim the workdir.
-    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
-    clock = Stopwatch()
-    with clock.phase("warm_start"):
-        warm = warm_start.load_or_make(config, env)
-        hosts.agree("warm start", warm.checksum())
-    with clock.phase("compile"):
-        trainer = Trainer(config, env, warm)
+    may_differ = (*experiment.MAY_DIFFER, *inputs.moved(read, workdir))
+    for notice in experiment.notices(config):
+        start.say(f"note: {notice}")
+    workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=may_differ)
+    plugins.keep(loaded, workdir)
+    inputs.keep(read, workdir)
     checkpointer = Checkpointer(
         workdir, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
-    journal = Journal(workdir, hosts.index())
-    journal.attempt = max(hosts.gather(journal.attempt))
-    start = _resume(config, trainer, checkpointer, journal)
+    if (summary := _finished(config, workdir, checkpointer, start)) is not None:
+        return summary
+    clock = Stopwatch()
+    with clock.phase("warm_start"), start.part("warm start"):
+        warm = warm_start.load_or_make(config, env, start)
+        hosts.agree("warm start", warm.checksum())
+    with clock.phase("compile"), start.part("compiling"):
+        trainer = Trainer(config, env, warm)
+        journal = Journal(workdir, hosts.index())
+        journal.attempt = max(hosts.gather(journal.attempt))
+        begin = _resume(config, trainer, checkpointer, journal, start)
+    if begin[2]:
+        signals.where = f"stopped where it began, at step {begin[2]} of {config.steps}"
     async with trainer.engine:
-        run = _Run(trainer, start, journal, checkpointer, workdir)
-        latest = await run.train(clock)
+        run = _Run(trainer, begin, journal, checkpointer, workdir)
+        latest = await run.train(clock, start, signals)
     trainer.save_adapter(workdir / "adapter", run.state)
     checkpointer.close()
     journal.close()
     return _finish(config, workdir, run.progress, latest, trainer)
+
+
+def _finished(
+    config: ml_collections.ConfigDict, workdir: Path, checkpointer: Checkpointer, start: Start
+) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do, which is said; None of any other."""
+    path, done = workdir / "summary.json", checkpointer.latest_step or 0
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    if not all(hosts.gather(done >= config.steps <= summary.get("steps", 0))):
+        return None
+    checkpointer.close()
+    start.close()
+    start.say(
+        f"{workdir} has already finished: {done} steps, held-out success "
+        f"{summary['success_after']:.3f}. For more of them give --config.steps; its report is "
+        f"{workdir / 'report.html'}"
+    )
+    return summary
 
 
 class _Run:
@@ -128,37 +198,64 @@ class _Run:
         self._slots = Slots(self.config.rollout.max_running)
         self._plays: dict[int, StepPlay] = {}
         self._saved = self.done
+        self._failed_steps = 0  # in a row, up to now
         self._unwritten: dict[str, Any] | None = None
 
-    async def train(self, clock: Stopwatch) -> Evaluation:
+    async def train(self, clock: Stopwatch, start: Start, signals: StopSignals) -> Evaluation:
         """All steps that are left; the run's last evaluation.
 
         Raises:
-          FleetDead: see `focus.train.train`.
+          FleetDead, AllRolloutsFailed, Stopped: see `focus.train.train`.
         """
-        latest = await self._begin(clock)
-        depth = self.config.rollout.async_depth
+        latest = await self._begin(clock, start)
+        start.finish()
+        signals.defer()
+        depth, steps = self.config.rollout.async_depth, self.config.steps
         with _writer(self.config, self.workdir, self._first) as write:
-            async with RolloutsAhead(self._play_base, depth=depth, end=self.config.steps) as ahead:
+            async with RolloutsAhead(self._play_base, depth=depth, end=steps) as ahead:
                 try:
-                    while self.done < self.config.steps:
+                    while self.done < steps:
                         latest = await self._step(ahead, write) or latest
-                except FleetDead as error:
-                    self._stop(error, write)
-        return latest or await self._evaluate(clock)  # a run that had already finished
+                    # Only of a run that was stopped between its last step and its end.
+                    return latest or await self._evaluate(clock)
+                except (FleetDead, AllRolloutsFailed) as error:
+                    self._save_now(write)
+                    mend = "bring servers back" if isinstance(error, FleetDead) else "mend that"
+                    raise type(error)(
+                        f"{error}. The run stands at step {self.done} and is saved; {mend} and "
+                        "start the same command again"
+                    ) from error
+                except StopRequested as request:
+                    self._save_now(write)
+                    raise Stopped(
+                        f"stopped after step {self.done} of {steps}, saved in {self.workdir}",
+                        request.signum,
+                    ) from None
 
-    async def _begin(self, clock: Stopwatch) -> Evaluation | None:
+    async def _begin(self, clock: Stopwatch, start: Start) -> Evaluation | None:
         """Weights to the engine; before the first step of a run, how good the policy is."""
         latest = None
-        await self._publish(clock)
-        with clock.phase("compile"):
-            self.trainer.backend.warmup()
+        with start.part("compiling"):
+            await self._publish(clock)
+            with clock.phase("compile"):
+                self.trainer.backend.warmup()
         if self.progress.success_before is None:
-            latest = await self._evaluate(clock)
-            self.progress.success_before = latest.success
-            self.state = self.trainer.valuation.fit(self.state, latest.trajectories)
+            with start.part("held-out tasks"):
+                latest = await self._evaluate(clock)
+                self.progress.success_before = latest.success
+            with clock.phase("critic"):
+                self.state = self._prepare_critic(latest, start)
         self.progress.ledger += Ledger(seconds=clock.seconds)
         return latest
+
+    def _prepare_critic(self, latest: Evaluation, start: Start) -> TrainState:
+        """What the critic can know before the first step."""
+        trainer, c = self.trainer, self.config.critic
+        if not (c.enabled and c.pretrain_episodes):
+            return trainer.valuation.fit(self.state, latest.trajectories)
+        with start.part("critic"):
+            evidence = head_start.load_or_make(self.config, trainer.env, trainer.start, start)
+            return trainer.valuation.pretrain(self.state, evidence)
 
     async def _step(self, ahead: RolloutsAhead, write: Write) -> Evaluation | None:
         """One step of the method, and what is due after it."""
@@ -170,6 +267,7 @@ class _Run:
         collected = await collect_step(trainer, self.state, play, ahead, clock)
         tally = await tally_step(collected, play, self._order)
         tally.ledger.remaining(config.budget)  # raises if the budget was passed
+        self._check_failures(step, tally)
 
         # 4-7. Values, critic, credit, policy; meanwhile, base rollouts of the next steps.
         ahead.learn(step)
@@ -248,7 +346,14 @@ class _Run:
                 concurrency=self.config.rollout.max_running,
             )
             self.trainer.backend.forget()
-            return result
+        if hosts.is_first() and self.config.log.tree_tasks:
+            records = record_evaluation(
+                result.trajectories,
+                self.trainer.heldout_tasks,
+                decode=self.trainer.start.chat.decode,
+            )
+            write_evaluation(self.workdir, self.done, records)
+        return result
 
     def _record(self, step: int, collected: Collected, tally: Tally, learned: Learned) -> None:
         """What the report shows of a step; the first process writes."""
@@ -263,10 +368,18 @@ class _Run:
             collected.tasks,
             **learned.values.for_report(),
             segment_advantages=learned.segment_advantages,
+            trained_advantages=learned.trained_advantages,
             max_tasks=self.config.log.tree_tasks,
             decode=self.trainer.start.chat.decode,
         )
         write_trees(self.workdir, step, trees)
+
+    def _check_failures(self, step: int, tally: Tally) -> None:
+        """A step that is lost as a whole teaches nothing; after a second one nothing ever will."""
+        self._failed_steps = self._failed_steps + 1 if tally.all_failed else 0
+        if self._failed_steps == 2:
+            errors = (episode.error for episode in tally.base)
+            raise AllRolloutsFailed(f"all rollouts of steps {step - 1} and {step} failed", errors)
 
     def _save(self, metrics: dict[str, Any]) -> None:
         clock, progress = Stopwatch(), self.progress
@@ -281,17 +394,13 @@ class _Run:
         self._saved = self.done
         progress.ledger += Ledger(seconds=clock.seconds)
 
-    def _stop(self, error: FleetDead, write: Write) -> NoReturn:
-        """Saves what is done and says so."""
+    def _save_now(self, write: Write) -> None:
+        """Saves what is done, in the middle of a step that is not."""
         metrics = self._unwritten or {}
         if metrics:
             write(self.done - 1, metrics)
         if self.done > self._saved:
             self._save(metrics)
-        raise FleetDead(
-            f"{error}. The run stands at step {self.done} and is saved; bring servers back and "
-            "start the same command again"
-        ) from error
 
 
 @contextlib.contextmanager
@@ -304,9 +413,10 @@ def _writer(config: ml_collections.ConfigDict, workdir: Path, first: int) -> Ite
         workdir,
         start_step=first,
         tensorboard=config.log.tensorboard,
-        wandb={"project": config.log.wandb} if config.log.wandb else None,
+        wandb=wandb_options(config.to_dict()) if config.log.wandb else None,
     )
-    with writer, ProgressBar(config.steps, start_step=first) as bar:
+    title = run_name(config.to_dict())
+    with writer, ProgressBar(config.steps, start_step=first, title=title) as bar:
 
         def write(step: int, metrics: dict[str, Any]) -> None:
             writer.write(step, metrics)
@@ -320,6 +430,7 @@ def _resume(
     trainer: Trainer,
     checkpointer: Checkpointer,
     journal: Journal,
+    start: Start,
 ) -> tuple[TrainState, Progress, int]:
     """The newest checkpoint, or the beginning; work that was cut off is accounted for."""
     state = trainer.init_state()
@@ -334,11 +445,11 @@ def _resume(
         rollouts, tokens = hosts.total(lost.rollouts), hosts.total(lost.tokens)
         progress.lost["rollouts"] += rollouts
         progress.lost["tokens"] += tokens
-        rich.console.Console(stderr=True, quiet=not hosts.is_first()).print(
-            f"resuming at step {first}; {rollouts} finished rollouts ({tokens} tokens) "
-            "of later steps are counted as replayed and played again",
-            highlight=False,
+        again = (
+            f"; {rollouts} finished rollouts ({tokens} tokens) of later steps are counted as "
+            "replayed and played again"
         )
+        start.say(f"resuming at step {first}{again if rollouts else ''}")
     progress.attempt = journal.attempt
     return state, progress, first
 
@@ -351,63 +462,12 @@ def _finish(
     trainer: Trainer,
 ) -> dict[str, Any]:
     """Writes the summary and the report."""
-    ledger, sums = progress.ledger, progress.sums
-    lags = {
-        int(name.removeprefix(LAG)): int(count)
-        for name, count in sums.items()
-        if name.startswith(LAG)
-    }
-    steps = max(sums.get("steps", 0), 1)
-    step_phases = ("rollout", "score", "controller", "critic", "credit", "update", "push", "record")
-    step_seconds = sum(ledger.seconds.get(phase, 0.0) for phase in step_phases)
     report = workdir / "report.html"
-    summary = {
-        "method": config.method,
-        "task": trainer.env.name,
-        "seed": config.seed,
-        "steps": config.steps,
-        "success_before": progress.success_before,
-        "success_after": latest.success,
-        "success_std_error": latest.std_error,
-        "budget_per_step": config.budget,
-        "max_step_tokens": int(sums.get("max_step_tokens", 0)),
-        "generated_tokens": {k: getattr(ledger, k) for k in ("base", "branch", "summary")},
-        "other_tokens": {k: getattr(ledger, k) for k in ("observation", "prefill", "cached")},
-        "replayed": progress.lost,
-        "dose": {
-            "tokens": int(sums.get("dose_tokens", 0)),
-            "optimizer_steps": int(sums.get("dose_steps", 0)),
-        },
-        "staleness": {
-            "tokens": {str(lag): count for lag, count in sorted(lags.items())},
-            "max": max(lags, default=0),
-            "mixed_rollouts": int(sums.get("mixed", 0)),
-            "dropped_rollouts": int(sums.get("dropped", 0)),
-            "dropped_tokens": int(sums.get("dropped_tokens", 0)),
-        },
-        "citations": {
-            "asked": int(sums.get("citations_asked", 0)),
-            "valid": int(sums.get("citations_valid", 0)),
-        },
-        "wall_s": {phase: round(s, 2) for phase, s in sorted(ledger.seconds.items())},
-        "controller_share": ledger.seconds.get("controller", 0.0) / max(step_seconds, 1e-9),
-        "prefix_recomputed_share": sums.get("recomputed_share", 0.0)
-        / max(sums.get("branch_steps", 0), 1),
-        "packing_efficiency": sums.get("packing_efficiency", 0.0) / steps,
-        "recompilations_after_warmup": int(sums.get("recompilations", 0)),
-        "technical_failures": int(sums.get("technical_failures", 0)),
-        "num_parameters": trainer.num_parameters,
-        "versions": {
-            "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name) for name in ("focus", "jax", "flax", "optax")
-            },
-        },
-        "report": str(report),
-    }
-    if not hosts.is_first():
-        return summary
-    write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    build_report(workdir, report)
-    rich.console.Console().print(format_summary(summary, title=f"{config.method}, {workdir}"))
+    figures = summarise(trainer, progress, success=latest.success, std_error=latest.std_error)
+    summary = figures | {"report": str(report)}
+    if hosts.is_first():
+        write_atomically(workdir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        build_report(workdir, report)
+        for line in summary_lines(summary):
+            print(line)
     return summary

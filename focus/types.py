@@ -234,6 +234,29 @@ class RolloutTree:
 
 
 @dataclasses.dataclass(frozen=True)
+class PolicySignals:
+    """What the scoring pass says of the segments of trajectories (NumPy, [B, N]).
+
+    Column j is about the segment that leaves state j; 0 where none does.
+
+    Attributes:
+      score_norm: sum over its tokens of `1 - sum_a pi(a)^2`, the expected squared norm of the
+        score in the logits: how far the segment can move the policy.
+      entropy: mean entropy of its tokens, nats.
+      nll: their mean negative log-prob.
+      uncertain: number of its tokens with a probability below .9.
+      log_ratio: of the trainer's to the engine's probabilities from its first token on,
+        discounted by .99 a token.
+    """
+
+    score_norm: np.ndarray
+    entropy: np.ndarray
+    nll: np.ndarray
+    uncertain: np.ndarray
+    log_ratio: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class StateBelief:
     """What a critic believes of the states of trajectories (NumPy); N is at least their number.
 
@@ -242,10 +265,14 @@ class StateBelief:
 
     Attributes:
       mean: [B, N] critic mean.
-      error_features: [B, N, D] with `e(s) . e(s') = Cov[V(s), V(s')]`.
+      error_features: [B, N, D] with `e(s) . e(s') = Cov[V(s), V(s')]`, as ensemble or posterior
+        have it.
       variance: [B, N] epistemic variance, `|e(s)|^2`.
-      noise_var: [B, N] variance of one outcome given the state.
+      noise_var: [B, N] variance of one outcome around the mean.
       cost: [B, N] tokens that one continuation is expected to generate.
+      signals: of the policy, where they were asked for.
+      scales: `credit.structure.CovarianceScales` of a fitted covariance, which has `variance` as
+        one part and shares `noise_var` between error and noise; None takes both as they are.
     """
 
     mean: np.ndarray
@@ -253,11 +280,21 @@ class StateBelief:
     variance: np.ndarray
     noise_var: np.ndarray
     cost: np.ndarray
+    signals: PolicySignals | None = None
+    scales: Any = None
 
     def rows(self, count: int) -> StateBelief:
         """The belief about the first `count` trajectories."""
-        fields = dataclasses.fields(self)
-        return StateBelief(**{f.name: getattr(self, f.name)[:count] for f in fields})
+        cut = {f: getattr(self, f)[:count] for f in STATE_ARRAYS}
+        signals = self.signals
+        if signals is not None:
+            fields = dataclasses.fields(signals)
+            signals = PolicySignals(**{f.name: getattr(signals, f.name)[:count] for f in fields})
+        return dataclasses.replace(self, **cut, signals=signals)
+
+
+# The arrays of a `StateBelief` that have an entry for every state.
+STATE_ARRAYS = ("mean", "error_features", "variance", "noise_var", "cost")
 
 
 @jax.tree_util.register_dataclass

@@ -19,57 +19,59 @@ import sys
 from pathlib import Path
 
 import rich.console
-from absl import app, flags
-from ml_collections import config_flags
 
+from focus.run.command_line import Parser, as_flags
 from focus.tpu.chips import TPUS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the chips need not be there
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The run: FILE or FILE:ARGUMENT.")
-_TOPOLOGY = flags.DEFINE_string(
-    "topology",
-    None,
-    "Chips and their shape: "
-    + "; ".join(f"{chip.name}:{', '.join(chip.slices)}" for chip in TPUS.values()),
-)
-_PROGRAMS = flags.DEFINE_list("programs", [], "Only these: gradient, optimizer, score, critic.")
-_CACHE = flags.DEFINE_string("cache", None, "Directory in which compiled programs are kept.")
-_OUT = flags.DEFINE_string("out", None, "Directory for the report: tables (.md), figures (.json).")
-flags.mark_flags_as_required(["config", "topology"])
 
-
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
+def main():
+    parser = Parser(__doc__)
+    parser.add_config("the run")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="chips and their shape: "
+        + "; ".join(f"{chip.name}:{', '.join(chip.slices)}" for chip in TPUS.values()),
+    )
+    parser.add_argument(
+        "--programs",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        help="only these, with commas between them: gradient, optimizer, score, critic",
+    )
+    parser.add_argument("--cache", type=Path, help="directory in which compiled programs are kept")
+    parser.add_argument(
+        "--out", type=Path, help="directory for the report: tables (.md), figures (.json)"
+    )
+    options = parser.parse_args()
     from focus.tpu.report import show, to_markdown
     from focus.tpu.run import compile_config
 
-    name = flags.FLAGS["config"].config_filename
+    file, _, variant = options.config_name.partition(":")
     try:
         result = compile_config(
-            _CONFIG.value,
-            _TOPOLOGY.value,
-            name=name.rsplit(":", 1)[1] if ":" in name else Path(name).stem,
-            only=_PROGRAMS.value,
-            cache=Path(_CACHE.value) if _CACHE.value else None,
+            options.config,
+            options.topology,
+            name=variant or Path(file).stem,
+            only=options.programs,
+            cache=options.cache,
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except ValueError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     show(result, rich.console.Console())
-    if _OUT.value:
-        rank = _CONFIG.value.learner.lora.rank
+    if options.out:
+        rank = options.config.learner.lora.rank
         what = f"{result['config']}_lora{rank}" if rank else result["config"]
-        stem = Path(_OUT.value) / f"{what}_{result['topology'].replace(':', '_')}"
+        stem = options.out / f"{what}_{result['topology'].replace(':', '_')}"
         stem.parent.mkdir(parents=True, exist_ok=True)
-        command = ["python", "scripts/compile_tpu.py", "--config", name]
-        command += ["--topology", _TOPOLOGY.value]
-        values = config_flags.get_override_values(flags.FLAGS["config"])
-        command += [f"--config.{key}={value}" for key, value in values.items()]
+        command = ["python", "scripts/compile_tpu.py", *as_flags(options)]
+        command += ["--topology", options.topology]
         stem.with_suffix(".md").write_text(to_markdown(result, shlex.join(command)))
         stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -10,29 +10,29 @@ SGLang read it too.
 
 import sys
 
-from absl import app, flags
-
-from focus.formats import gguf
 from focus.formats.hf_config import DTYPES
-
-_GGUF = flags.DEFINE_string("gguf", None, "The file.")
-_PACKAGE = flags.DEFINE_string("package", None, "Or the installed Python package that holds it.")
-_OUT = flags.DEFINE_string("out", None, "Directory to write.")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", sorted(DTYPES), "Of the weights that are written.")
-flags.mark_flags_as_mutual_exclusive(["gguf", "package"], required=True)
-flags.mark_flag_as_required("out")
+from focus.run.command_line import Parser
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
+def main():
+    parser = Parser(__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--gguf", help="the file")
+    source.add_argument("--package", help="or the installed Python package that holds it")
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=sorted(DTYPES), help="of the weights in the file"
+    )
+    options = parser.parse_args()
     try:
-        file = _GGUF.value or gguf.find_in_package(_PACKAGE.value)
-        config = gguf.convert(file, _OUT.value, dtype=_DTYPE.value)
-    except (ValueError, OSError) as error:
+        from focus.formats import gguf  # needs an extra, which help does not
+
+        file = options.gguf or gguf.find_in_package(options.package)
+        config = gguf.convert(file, options.out, dtype=options.dtype)
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    print(f"{_OUT.value}: {config.num_layers} layers of width {config.d_model}, {_DTYPE.value}")
+    print(f"{options.out}: {config.num_layers} layers of width {config.d_model}, {options.dtype}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -17,48 +17,59 @@ import sys
 from pathlib import Path
 
 import rich.console
-from absl import app, flags
-from ml_collections import config_flags
 
-from focus.run import experiment
+from focus.run import experiment, plugins
+from focus.run.command_line import Parser
 from focus.tpu import plan
 from focus.tpu.chips import GPUS, TPUS, parse_topology
 from focus.tpu.estimate import layout_of
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The run: FILE or FILE:ARGUMENT.")
-_CHIP = flags.DEFINE_enum("chip", "v5p", sorted(TPUS), "Chips of the learner, to search slices of.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "One slice instead, such as v5p:4x4x4.")
-_GPU = flags.DEFINE_enum("gpu", "H100", sorted(GPUS), "GPUs of the rollout servers.")
-_SERVERS = flags.DEFINE_integer("servers", None, "GPU servers; default: chips do not wait.")
-_REPORT = flags.DEFINE_string("report", None, "JSON of scripts/compile_tpu.py, with --topology.")
-_EXTRA_COST = flags.DEFINE_float(
-    "extra_cost", 0.25, "Chip- and GPU-seconds that a fast step may cost more than the cheapest."
-)
-for field in dataclasses.fields(plan.Assumptions):
-    define = flags.DEFINE_integer if isinstance(field.default, int) else flags.DEFINE_float
-    define(field.name, field.default, "See focus.tpu.plan.Assumptions.")
-flags.mark_flag_as_required("config")
+
+def flags():
+    """The command line, read."""
+    parser = Parser(__doc__)
+    parser.add_config("the run")
+    chips = parser.add_mutually_exclusive_group()
+    chips.add_argument(
+        "--chip", default="v5p", choices=sorted(TPUS), help="of the learner, to search slices of"
+    )
+    chips.add_argument("--topology", help="one slice instead, such as v5p:4x4x4")
+    parser.add_argument("--gpu", default="H100", choices=sorted(GPUS), help="of rollout servers")
+    parser.add_argument("--servers", type=int, help="GPU servers; default: chips do not wait")
+    parser.add_argument(
+        "--report", type=Path, help="JSON of scripts/compile_tpu.py, with --topology"
+    )
+    parser.add_argument(
+        "--extra-cost",
+        type=float,
+        default=0.25,
+        help="chip- and GPU-seconds that a fast step may cost more than the cheapest (0.25)",
+    )
+    for field in dataclasses.fields(plan.Assumptions):
+        name, default = field.name.replace("_", "-"), field.default
+        what = f"see focus.tpu.plan.Assumptions ({default:g})"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=what)
+    options = parser.parse_args()
+    if options.report and not options.topology:
+        parser.error("--report is of one slice: give its --topology, too")
+    return options
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments that are no flags: {argv[1:]}")
-    if _REPORT.value and not _TOPOLOGY.value:
-        raise app.UsageError("--report is of one slice: give its --topology, too")
-    config, gpu = _CONFIG.value, GPUS[_GPU.value]
-    console = rich.console.Console()
-    console.width = max(console.width, 120)  # the table of slices is wide
-    values = {f.name: flags.FLAGS[f.name].value for f in dataclasses.fields(plan.Assumptions)}
-    options = {"servers": _SERVERS.value, "assumptions": plan.Assumptions(**values)}
+def main():
+    options = flags()
+    config, gpu, console = options.config, GPUS[options.gpu], rich.console.Console()
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(plan.Assumptions)}
+    chosen_by = {"servers": options.servers, "assumptions": plan.Assumptions(**values)}
     try:
+        plugins.load(config.plugins)
         experiment.validate(config, has_servers=False)
-        if _TOPOLOGY.value:
-            report = json.loads(Path(_REPORT.value).read_text()) if _REPORT.value else None
-            layout = layout_of(config, parse_topology(_TOPOLOGY.value))
-            chosen = plan.make_plan(config, layout, gpu, report=report, **options)
+        if options.topology:
+            report = json.loads(options.report.read_text()) if options.report else None
+            layout = layout_of(config, parse_topology(options.topology))
+            chosen = plan.make_plan(config, layout, gpu, report=report, **chosen_by)
         else:
-            plans = plan.search(config, TPUS[_CHIP.value], gpu, **options)
-            chosen = plan.choose(plans, _EXTRA_COST.value)
+            plans = plan.search(config, TPUS[options.chip], gpu, **chosen_by)
+            chosen = plan.choose(plans, options.extra_cost)
             plan.show_search(plans, chosen, config.budget, gpu, console)
     except (ValueError, OSError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
@@ -66,4 +77,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -68,7 +68,7 @@ class FakeModel:
         self.token_s, self.load_s = token_s, load_s
         self.generated = 0
         self.held = []  # prompts and completions, as a cache would hold them
-        self.running = set()
+        self.running, self.asked = set(), []
         self._aborted = set()
 
     def info(self):
@@ -91,6 +91,7 @@ class FakeModel:
 
     async def generate(self, request):
         request = admissible(request, self.vocab_size, self.max_context)
+        self.asked.append(request)
         sampling, prompt = request.sampling, request.input_ids
         stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
         cached = min(self._shared(prompt), len(prompt) - 1)
@@ -161,16 +162,17 @@ class FakeService(Service):
         app.router.add_post("/unload_lora_adapter", self._unload_adapter)
         return app
 
-    async def _answer(self, body):
+    async def _answer(self, body, *rest):
         name = body.get("lora_path")
         if name is None:
-            return await super()._answer(body)
+            return await super()._answer(body, *rest)
         if name not in self.adapters:
             raise ValueError(f"Got LoRA adapter that has never been loaded: {name}")
         token = ADAPTER.set(name)
         self.used[name] += 1
         try:
-            return await super()._answer({k: v for k, v in body.items() if k != "lora_path"})
+            body = {k: v for k, v in body.items() if k != "lora_path"}
+            return await super()._answer(body, *rest)
         finally:
             self.used[name] -= 1
             ADAPTER.reset(token)
@@ -220,6 +222,7 @@ class FakeServer:
         logprobs   one log-prob is missing
         version    the answer of weights that nobody has asked for
         too_long   more tokens than were allowed
+        trimmed    says that it stopped, and has taken away what at
 
     `update_faults` are those of weight updates: "500", "hang", "version" (loads, and keeps the
     old name), "400"; `adapter_faults` those of loading an adapter: "500", "hang", "slow", "400",
@@ -349,6 +352,8 @@ def garble(reply, fault):
         meta["output_token_logprobs"].append([-1.0, 5, None])
         meta["completion_tokens"] += 1
         meta["weight_versions"][-1]["end"] += 1
+    elif fault == "trimmed":
+        meta["finish_reason"] = {"type": "stop"}
     else:
         raise ValueError(f"unknown fault {fault!r}")
 

@@ -32,10 +32,10 @@ class MergingService(FakeService):
         super().__init__(*args, **options)
         self._merged, self._running, self._change = None, 0, asyncio.Condition()
 
-    async def _answer(self, body):
+    async def _answer(self, body, *rest):
         name = body.get("lora_path")
         if name is not None and name not in self.adapters:
-            return await super()._answer(body)  # refuses
+            return await super()._answer(body, *rest)  # refuses
         async with self._change:
             await self._change.wait_for(lambda: name == self._merged or not self._running)
             if name != self._merged:
@@ -43,7 +43,7 @@ class MergingService(FakeService):
                 self._merged = name
             self._running += 1
         try:
-            return await super()._answer(body)
+            return await super()._answer(body, *rest)
         finally:
             self._running -= 1
             async with self._change:

@@ -283,13 +283,19 @@ def test_a_stop_string_is_no_part_of_the_action():
     assert env.actions == ["stop"]
 
 
-def test_a_request_that_cannot_be_served_is_an_error_of_the_program():
+def test_a_request_that_cannot_be_served_ends_its_rollout_and_is_not_tried_again():
+    """Pitfall 39: a 400 of the server for one request is no end of the step."""
+
     class Refusing(FakeEngine):
         async def generate(self, request):
+            self.requests.append(request)
             raise ValueError("token id 9999 is outside the vocabulary")
 
-    with pytest.raises(ValueError, match="9999"):
-        run(make_agent(Refusing()))
+    engine, account = Refusing(), TokenAccount(100)
+    trajectory = run(make_agent(engine), account=account)
+    assert (trajectory.end, trajectory.outcome) == ("failed", None)
+    assert "request 0/0.0:0.0 cannot be served: token id 9999" in trajectory.error
+    assert len(engine.requests) == 1 and account.budget.reserved == 0
 
 
 def test_seeds_depend_on_what_is_sampled_only():

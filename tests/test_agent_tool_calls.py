@@ -120,6 +120,16 @@ def test_thinking_about_a_call_is_not_calling():
     assert env.step(state, f"or {call}?</think>\n\n{other}") == env.step(state, other)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_searched_for_may_be_a_tag(format):
+    env = ToolCalls(ENV, format)
+    state = env.reset(env.tasks("train")[0])
+    text = render([ToolCall("search", {"query": "</think> Abad"})], format)
+    result = env.step(state, f"<think>hm</think>{text}")
+    assert result == ENV.call(state, "search", {"query": "</think> Abad"})
+    assert result.info["argument"] == "</think> Abad"
+
+
 def test_everything_but_the_action_is_the_environments_own():
     env = ToolCalls(ENV, "qwen")
     assert (env.name, env.max_turns, env.branchable) == (ENV.name, ENV.max_turns, True)

@@ -122,6 +122,24 @@ def test_a_run_whose_servers_are_gone_saves_itself_and_goes_on_when_they_are_bac
         assert summary["success_after"] == straight["success_after"]
 
 
+def test_old_tokens_that_nothing_corrects_for_are_said_once_at_the_start(prepare, capfd, tmp_path):
+    """Pitfall 38."""
+    config = tiny.get_config("grpo")
+    config.steps, config.rollout.async_depth, config.evaluate.every = 2, 1, 0
+    config.learner.importance_cap = None
+    prepare(config)
+    capfd.readouterr()
+    train(config, tmp_path)
+    said = capfd.readouterr().err
+    assert said.count("nothing corrects for it") == 1
+    assert said.startswith("note: rollout.async_depth=1 trains on tokens of older weights")
+    assert not experiment.notices(tiny.get_config("grpo"))
+    config.learner.importance_range = (0.5, 2.0)
+    assert not experiment.notices(config)
+    config.learner.importance_range, config.rollout.async_depth = (), 0
+    assert not experiment.notices(config)
+
+
 # Over HTTP.
 
 
@@ -208,7 +226,7 @@ def test_a_run_pushes_adapters_alone_also_to_a_server_that_was_away(prepare, tmp
     [
         ({"rollout.urls": ()}, "needs the URL of every server"),
         ({"rollout.engine": "embedded"}, "the embedded engine is in this process"),
-        ({"rollout.async_depth": -1}, "async_depth must be >= 0"),
+        ({"rollout.async_depth": -1}, "async_depth must be a whole number >= 0"),
         ({"rollout.mixed_versions": "mix"}, "rollout.mixed_versions must be one of keep, drop"),
         ({"rollout.on_failure": "panic"}, "rollout.on_failure must be one of wait, proceed"),
         ({"learner.importance_level": "turn"}, "importance_level must be one of token"),

@@ -276,8 +276,8 @@ def test_a_run_goes_on_with_its_own_backbone_after_a_stop(tmp_path, cache_dir):
 
     def run(name, steps):
         config = tiny.get_config("focus")
-        config.steps, config.critic.backbone = steps, "own"
-        config.critic.uncertainty = "posterior"
+        config.steps = steps
+        config.critic.update(backbone="own", uncertainty="posterior", pretrain_episodes=0)
         summary = train(config, tmp_path / name)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         kept = [
@@ -298,4 +298,11 @@ def test_a_shared_backbone_cannot_be_cross_fitted():
     config = tiny.get_config("focus")
     config.critic.update(backbone="own", values_from="crossfit")
     with pytest.raises(ValueError, match="share a backbone that does; use values_from='before'"):
+        experiment.validate(config)
+
+
+def test_a_backbone_of_its_own_cannot_be_pretrained_on_the_policys_hidden_states():
+    config = tiny.get_config("focus")
+    config.critic.backbone = "own"
+    with pytest.raises(ValueError, match="cannot be pretrained .* set critic.pretrain_episodes=0"):
         experiment.validate(config)

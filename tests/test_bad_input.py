@@ -20,6 +20,7 @@ from focus.learner.checkpoint import Checkpointer
 from focus.metrics import read_metrics
 from focus.policy import transformer
 from focus.run import experiment
+from focus.run.assignment import Assignment
 from focus.run.steps import EngineMismatch
 from focus.run.trainer import Trainer
 from focus.train import train
@@ -36,8 +37,6 @@ def shrunk(method="focus", **overrides):
     [
         ("grpo", {"rollout.group_size": 1}, r"'grpo' .* group_size 1 .* use at least 2"),
         ("focus", {"budget": 19}, r"budget of 19 tokens .* one predicted episode of 20; raise"),
-        ("focus", {"budget": 0}, r"budget must be >= 1, got 0"),
-        ("focus", {"steps": 0}, r"steps must be >= 1, got 0"),
         ("self_credit", {"context.citations": (5, 2)}, r"context\.citations must .* got \(5, 2\)"),
         ("focus", {"credit.estimator": "gae2"}, r"credit\.estimator must be one of .*'gae2'"),
         ("focus", {"branching.rule": "oracle"}, r"rule 'oracle' is unknown; choose one of .*none"),
@@ -49,9 +48,10 @@ def shrunk(method="focus", **overrides):
         ("focus", {"branching.rule": "none"}, r"rule 'none' does not go with base_fraction"),
         ("vineppo", {"branching.rule": "none", "branching.base_fraction": 1.0}, "continuations"),
         ("focus", {"learner.row_length": 64}, r"row_length 64 is shorter than .*max_context 192"),
-        ("focus", {"evaluate.every": -1}, r"evaluate\.every=-1 .* at least 0"),
-        ("focus", {"checkpoint.every": 0}, r"checkpoint\.every=0 .* at least 1"),
-        ("focus", {"learner.logprob_chunk": -1}, r"logprob_chunk must be >= 0.*got -1"),
+        ("focus_summarize", {"context.limit": 1}, r"context\.limit=1 has no room for a summary of"),
+        ("focus", {"evaluate.num_tasks": 9}, r"num_tasks 9 is more than the 8 held-out tasks"),
+        ("focus", {"learner.micro_rows": 3, "mesh.data": 2}, "mesh|devices"),
+        ("focus", {"learner.schedule_steps": 2}, r"total_steps > warmup_steps"),
         ("focus", {"warm_start.products": "int4"}, r"products must be None or one of.*'int4'"),
         ("focus", {"rollout.devices": 9}, r"devices must be -1 or lie in.*got 9"),
         ("focus", {"task.world": "/nonexistent.json"}, r"cannot read facts .*nonexistent\.json"),
@@ -91,8 +91,9 @@ def test_a_model_smaller_than_its_tokenizer_is_refused(prepare, tmp_path):
 
 
 def test_a_summary_limit_below_the_first_prompt_is_refused(tmp_path):
+    limits = {"context.limit": 4, "rollout.max_summary_tokens": 2}
     with pytest.raises(ValueError, match=r"context\.limit is 4; raise context\.limit"):
-        train(shrunk("focus_summarize", **{"context.limit": 4}), tmp_path)
+        train(shrunk("focus_summarize", **limits), tmp_path)
 
 
 async def test_a_token_outside_the_vocabulary_is_refused():
@@ -163,7 +164,7 @@ def test_a_damaged_warm_start_is_named(prepare, tmp_path, monkeypatch):
 
 def test_a_loss_that_is_nan_stops_the_run_and_loses_nothing(stopped, monkeypatch, finished):
     config, workdir = stopped
-    real = Trainer.estimate
+    real = Assignment.estimate
 
     def broken(self, batch):
         credit = real(self, batch)
@@ -174,7 +175,7 @@ def test_a_loss_that_is_nan_stops_the_run_and_loses_nothing(stopped, monkeypatch
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "estimate", broken)
+        patch.setattr(Assignment, "estimate", broken)
         with pytest.raises(FloatingPointError, match=r"step 2: loss nan"):
             train(config, workdir)
     assert [record["step"] for record in read_metrics(workdir)] == [0, 1]
@@ -218,16 +219,13 @@ def test_a_learning_rate_that_ruins_the_policy_stops_the_run(prepare, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--config=configs/quickstart.py:foo"], "unknown method 'foo': choose one of focus"),
-        (["--config=configs/nothing.py"], "configs/nothing.py"),
-        (["--config=tests/tiny.py", "--config.budgett=1"], "budgett"),
-        (["--config=tests/tiny.py", "--config.budget=many"], "budget"),
+        (["--config=configs/quickstart.py:grop"], "unknown method 'grop': .* did you mean grpo?"),
         (["--config=tests/tiny.py", "--config.budget=5"], "a budget of 5 tokens is smaller"),
-        (["--config=tests/tiny.py", "more"], "more"),
-        ([], "config"),
+        (["--config=tests/tiny.py", "--config.task.name=dep_search"], "did you mean deep_search?"),
+        (["--config=tests/tiny.py", "--num_processes=many"], "--num-processes: invalid int"),
     ],
 )
-def test_the_command_line_says_what_is_wrong_in_few_lines(flags, message, tmp_path):
+def test_the_command_line_says_what_is_wrong_in_one_line(flags, message, tmp_path):
     done = subprocess.run(
         [sys.executable, "scripts/train.py", *flags, f"--workdir={tmp_path / 'run'}"],
         cwd=REPOSITORY,
@@ -237,10 +235,9 @@ def test_the_command_line_says_what_is_wrong_in_few_lines(flags, message, tmp_pa
     )
     said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert message in said
-    # ml_collections shows the line of the config file that raised, and no more than that.
-    assert said.count("Traceback") <= (":foo" in flags[0] if flags else 0)
-    assert len(said.splitlines()) <= 36, said  # a usage error prints the flags
+    assert re.search(message, said)
+    lines = [line for line in said.splitlines() if not line.endswith(" ...")]  # parts of the start
+    assert len(lines) == 1, said
     assert not (tmp_path / "run").exists()
 
 

@@ -13,7 +13,7 @@ from focus.context import CiteSummary, ContextManager
 from focus.learner.citations import citation_channels, match_classes
 from focus.metrics import read_metrics
 from focus.rollout import Rollout, TokenAccount, UnlimitedAccount, play
-from focus.run import warm_start
+from focus.run import imitation
 from focus.tasks import scripted
 from focus.tasks.deep_search import make_deep_search
 from focus.types import Segment, State, Trajectory
@@ -328,7 +328,7 @@ def test_demonstrated_summaries_keep_the_format(env):
     for task in env.tasks("train")[:20]:
         d = scripted.demonstrate(env, task, agent)
         contexts = CiteSummary(CHAT, limit=260, instruction=ASKED)
-        trajectory = warm_start.to_trajectory(d, "0", CHAT, contexts)
+        trajectory = imitation.to_trajectory(d, "0", CHAT, contexts)
         check_tokens(trajectory)
         cites = [s.cites for s in trajectory.segments]
         assert all(c is None or c for c in cites) and cites[-1]

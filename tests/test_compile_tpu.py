@@ -441,7 +441,7 @@ def test_micro_rows_that_do_not_divide_are_refused():
 
 @pytest.mark.slow
 def test_a_small_slice(tmp_path):
-    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install 'focus[tpu]'")
+    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install -e '.[tpu]'")
     from focus.tpu.run import compile_config
 
     config = tiny.get_config()
@@ -470,7 +470,7 @@ def test_a_small_slice(tmp_path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_ends_the_script_with_the_reason():
-    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install 'focus[tpu]'")
+    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install -e '.[tpu]'")
     command = [sys.executable, "scripts/compile_tpu.py", "--topology=v5e:2x2"]
     command += ["--config=configs/tpu_pod.py:qwen3_32b", "--programs=optimizer"]
     command += ["--config.learner.micro_rows=4"]

@@ -164,11 +164,3 @@ def test_a_docstring_says_how_the_method_is_known(name):
     for paper in re.findall(r"arXiv:\d{4}\.\d{5}", spec.reference):
         source = inspect.getsource(sys.modules[spec.fn.__module__])
         assert paper in source
-
-
-def test_the_library_prints_one_line_per_method(capsys):
-    from focus.credit.__main__ import library_table
-
-    lines = library_table().splitlines()
-    assert len(lines) == len(ESTIMATORS) + 2
-    assert [line.split()[0] for line in lines[1:-1]] == list(ESTIMATORS)

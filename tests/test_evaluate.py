@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -60,14 +62,22 @@ def test_fewer_tasks_and_another_temperature(run):
     [
         ({"step": 99}, r"no checkpoint 99 .* there are steps \[.*6\]"),
         ({"step": "newest"}, r"no checkpoint 'newest' .* there are steps"),
-        ({"num_tasks": 0}, "num_tasks must be >= 1, got 0"),
+        ({"num_tasks": 0}, "evaluate.num_tasks must be a whole number >= 1, got 0"),
         ({"num_tasks": 9}, "num_tasks 9 is more than the 8 held-out tasks"),
-        ({"temperature": -1.0}, "temperature must be >= 0, got -1"),
+        ({"temperature": -1.0}, "evaluate.temperature must be a number >= 0, got -1"),
     ],
 )
 def test_what_cannot_be_scored_is_said(run, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate_run(run.workdir, **options)
+
+
+def test_a_run_without_checkpoints_is_said(run, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(run.workdir, workdir)
+    shutil.rmtree(workdir / "checkpoints")
+    with pytest.raises(ValueError, match="there are no checkpoints in .*: they were deleted, or"):
+        evaluate_run(workdir)
 
 
 def test_a_directory_without_a_run_is_said(tmp_path):
@@ -85,6 +95,7 @@ def test_the_script_prints_the_result_or_one_line(run):
     done = call(f"--workdir={run.workdir}", "--step=6")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == evaluate_run(run.workdir, step=6)
+    assert not re.search(r"\b(INFO|absl|orbax)\b|^I\d{4} ", done.stderr, re.MULTILINE), done.stderr
     wrong = call(f"--workdir={run.workdir / 'nothing'}")
     assert wrong.returncode == 1
     assert "config.json is missing" in wrong.stderr

@@ -12,8 +12,8 @@ from focus.formats import hf
 from focus.policy import model as models
 from focus.policy import token_logprobs
 
-torch = pytest.importorskip("torch", reason="parity with Hugging Face; pip install 'focus[dev]'")
-transformers = pytest.importorskip("transformers", reason="parity; pip install 'focus[dev]'")
+torch = pytest.importorskip("torch", reason="parity with Hugging Face; pip install -e '.[dev]'")
+transformers = pytest.importorskip("transformers", reason="parity; pip install -e '.[dev]'")
 
 VOCAB = 61
 SIZES = dict(

@@ -258,6 +258,77 @@ def test_parts_never_ask_for_more_than_is_left_and_their_spans_cover_the_whole(c
     assert parts.finished == (len(said) == 9)
 
 
+STOP = 9
+WORDS = {2: "find", 3: " it", 4: "</", 5: "call>", 6: " junk", 7: " more", STOP: ""}
+
+
+def ended(output, finish, *, stop=(), versions=None):
+    """The completion of a server that says `output` in one or several parts."""
+    sampling = SamplingParams(max_new_tokens=9, stop=stop, stop_token_ids=(STOP,))
+    request = GenerateRequest("r", (1, 2), sampling)
+    parts = Parts(request, lambda ids: "".join(WORDS.get(i, f"<{i}>") for i in ids))
+    pieces = output if isinstance(output[0], list) else [output]
+    for i, piece in enumerate(pieces):
+        asked = parts.ask(f"part{i}")
+        body = reply(asked, piece, versions)
+        last = i + 1 == len(pieces)
+        body["meta_info"]["finish_reason"] = finish if last else {"type": "abort"}
+        current = ["v1"] if versions is None else ["v1", "v2"]
+        parts.add(from_reply(body, asked, vocab_size=50, current=current))
+    return parts.result(ABORTED), parts.dropped
+
+
+@pytest.mark.parametrize(
+    ("output", "finish", "kept", "matched"),
+    [
+        ([2, 3, 4, 5, 6, 7], {"type": "stop", "matched": "</call>"}, [2, 3, 4, 5], "</call>"),
+        ([2, 3, 4, 5, 6, 7], {"type": "length"}, [2, 3, 4, 5], "</call>"),
+        ([2, 3, 4, 5, 6, 7], {"type": "abort"}, [2, 3, 4, 5], "</call>"),
+        ([[2, 3, 4], [5, 6, 7]], {"type": "length"}, [2, 3, 4, 5], "</call>"),
+        ([2, 4, 5, STOP, 7], {"type": "stop", "matched": STOP}, [2, 4, 5], "</call>"),
+        ([2, STOP, 4, 5], {"type": "stop", "matched": "</call>"}, [2, STOP], STOP),
+        ([1, STOP, 5], {"type": "stop", "matched": STOP}, [1, STOP], STOP),
+        ([1, STOP, 5], {"type": "length"}, [1, STOP], STOP),
+        ([1, STOP, 5, STOP], {"type": "stop", "matched": STOP}, [1, STOP], STOP),
+        ([[1, 3], [STOP, 5]], {"type": "abort"}, [1, 3, STOP], STOP),
+        ([1, STOP], {"type": "stop", "matched": None}, [1, STOP], STOP),
+        ([1, 20, 5], {"type": "stop", "matched": 20}, [1, 20], 20),  # one that the server knows
+        ([1, 20], {"type": "stop", "matched": 20}, [1, 20], 20),
+    ],
+)
+def test_a_completion_ends_at_its_first_stop_whatever_the_server_says(
+    output, finish, kept, matched
+):
+    """Pitfall 43."""
+    result, dropped = ended(output, finish, stop=("</call>",))
+    flat = output if not isinstance(output[0], list) else sum(output, [])
+    assert list(result.output_ids) == kept and len(result.output_logp) == len(kept)
+    assert (result.finish_reason.type, result.finish_reason.matched) == ("stop", matched)
+    assert dropped == len(flat) - len(kept)
+    assert result.weight_versions == (("v1", 0, len(kept)),)
+    assert "</call>" not in result.text and "junk" not in result.text
+
+
+def test_spans_end_with_the_completion():
+    spans = [{"version": "v1", "start": 0, "end": 1}, {"version": "v2", "start": 1, "end": 3}]
+    result, _ = ended([1, STOP, 5], {"type": "length"}, versions=spans)
+    assert result.weight_versions == (("v1", 0, 1), ("v2", 1, 2))
+    result, _ = ended([STOP, 1, 5], {"type": "length"}, versions=spans)
+    assert result.weight_versions == (("v1", 0, 1),)
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [{"type": "stop"}, {"type": "stop", "matched": None}, {"type": "stop", "matched": STOP}],
+)
+def test_an_end_of_turn_that_the_server_took_away_is_noticed(finish):
+    with pytest.raises(BadReply, match="stopped at nothing|stopped by token 9, which it lacks"):
+        ended([1, 3], finish, stop=("</call>",))
+    if finish.get("matched") is None:
+        with pytest.raises(BadReply, match=r"none is of \[9\], and no stop string .* trains on it"):
+            ended([[1, 3], [2]], finish)
+
+
 def reply(request, output, spans=None, kind="length", version="v1"):
     return {
         "text": "",

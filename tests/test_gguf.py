@@ -220,6 +220,7 @@ def test_words_of_qwen2_are_those_of_its_own_tokenizer(qwen2_pieces, text):
         ("llama", {"tokenizer.ggml.model": "llama"}, "tokenizer 'llama'"),
         ("llama", {"llama.rope.scaling.type": "yarn"}, "scaled rotary embeddings .yarn."),
         ("llama", {"llama.rope.dimension_count": 8}, "rope.dimension_count = 8 differs"),
+        ("llama", {"llama.logit_scale": 8}, "not understood: llama.logit_scale = 8"),
         ("llama", {"llama.feed_forward_length": 33}, r"ffn_gate.weight has shape \(64, 32\)"),
         ("llama", {"leave_out": ["llama.rope.freq_base"]}, r"lacks \['llama.rope.freq_base'\]"),
         (

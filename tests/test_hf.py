@@ -161,8 +161,14 @@ def edit_tensors(path, change):
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
-        ({"rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}}, "rope_type 'yarn'"),
-        ({"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "mrope_section"),
+        (
+            {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}},
+            "rope_type 'yarn'",
+        ),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}},
+            "mrope_section",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"model_type": "qwen3_5_text", "quantization_config": {"bits": 4}}, "quantised"),
@@ -189,6 +195,73 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_read(
     edit_config(saved, **fields)
     with pytest.raises(ValueError, match=message):
         hf.load_checkpoint(saved)
+
+
+CHANGES_THE_FUNCTION = [
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+    ({"rope_theta": 5e5}, r"rope_theta is given twice and differently, .*500000.0"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is given twice and diff"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "'default' .*factor = 8.0"),
+    ({"rope_parameters": {"rope_type": "default", "beta": 8.0}}, "rope_parameters.*beta = 8.0"),
+    ({"layer_types": ["full_attention"]}, "layer_types = .* known: full_attention in all"),
+    ({"layer_types": ["chunked_attention"] * 2}, "layer_types"),
+    ({"logit_scale": 0.1, "no_rope_layers": [1, 0]}, r"logit_scale = 0.1, no_rope_layers = \[1, 0"),
+    ({"query_pre_attn_scalar": 64}, "not understood: query_pre_attn_scalar = 64; .* Take out"),
+]
+
+
+@pytest.mark.parametrize("fields, message", CHANGES_THE_FUNCTION)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_pitfall_37_what_changes_the_function_and_is_not_understood_is_refused(
+    family, fields, message, tmp_path
+):
+    config = FAMILIES[family]
+    hf.save_checkpoint(tmp_path, config, make_params(config), dtype="float32")
+    edit_config(tmp_path, **fields)
+    with pytest.raises(ValueError, match=message):
+        hf.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ({"full_attention_interval": 3}, "full_attention_interval .* 2 and 3"),
+        ({"rope_theta": 5.0}, "rope_theta is given twice"),
+        ({"num_experts": 8}, "num_experts = 8"),
+    ],
+)
+def test_pitfall_37_holds_of_the_hybrid_family(fields, message, tmp_path):
+    config = FAMILIES["qwen3_5"]
+    hf.save_checkpoint(tmp_path, config, make_params(config), dtype="float32")
+    text = json.loads((tmp_path / "config.json").read_text())
+    for whole in (
+        text | fields,
+        {"model_type": "qwen3_5", "vision_config": {}, "text_config": text | fields},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        with pytest.raises(ValueError, match=message):
+            hf.read_config(tmp_path)
+    nested = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    with pytest.raises(ValueError, match="tie_word_embeddings is given twice"):
+        hf.read_config(tmp_path)
+
+
+def test_fields_that_change_nothing_and_those_that_are_off_are_read_over(tmp_path):
+    """Both spellings of rotary embeddings, notes of libraries, features that are off."""
+    config = FAMILIES["llama3"]
+    hf.save_checkpoint(tmp_path, config, make_params(config), dtype="float32")
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    rope["type"] = rope.pop("rope_type")
+    edit_config(
+        tmp_path, rope_scaling=rope, pretraining_tp=1, use_cache=True, rope_interleaved=False,
+        is_llama_config=True, pad_token_id=2, neftune=None, partial_rotary_factor=1.0,
+        attention_dropout=0.0, some_list=[], **{"transformers.js_config": {"dtype": "q4"}},
+    )  # fmt: skip
+    assert hf.read_config(tmp_path) == config
 
 
 def test_a_text_model_beside_a_vision_tower(tmp_path):
@@ -224,6 +297,10 @@ def test_llama_without_grouped_heads_needs_no_field_for_them(tmp_path):
 def test_missing_extra_and_tied_tensors(saved):
     edit_tensors(saved, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     hf.load_checkpoint(saved)  # a tied copy is tolerated
+    edit_tensors(saved, lambda t: t.update({"lm_head.weight": t["lm_head.weight"][::-1].copy()}))
+    with pytest.raises(ValueError, match="lm_head.weight .* differs from model.embed_tokens"):
+        hf.load_checkpoint(saved)
+    edit_tensors(saved, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     edit_tensors(saved, lambda t: t.update({"visual.patch": np.zeros(2, np.float32)}))
     with pytest.raises(ValueError, match=r"missing none, unexpected \['visual.patch'\]"):
         hf.load_checkpoint(saved)

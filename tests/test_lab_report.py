@@ -36,10 +36,11 @@ def result(world, arm, gain, *, points=(), at_border=False):
         "tokens": np.full((SEEDS, STEPS), 100, np.int32),
         "dose": np.full((SEEDS, STEPS), 50 if arm == "grpo" else 100, np.int32),
     }
-    if arm == "focus":
-        curves["error_before"] = np.full((SEEDS, STEPS), 0.05)
-        curves["error_after"] = np.full((SEEDS, STEPS), 0.03)
-        curves["branch_tokens"] = np.full((SEEDS, STEPS), 40)
+    branched = np.arange(1, STEPS + 1) * 10 * (arm == "focus")
+    curves["branch_tokens"] = np.broadcast_to(branched, (SEEDS, STEPS))
+    for name, value in (("error_reduction", 2.0), ("expected_reduction", 3.0)):
+        curves[name] = np.where(branched, value * np.arange(STEPS), 0.0) + np.zeros((SEEDS, 1))
+    curves["residual_variance"] = np.ones((SEEDS, STEPS))
     rates = (1.0, 3.0, 10.0)
     sweep = Sweep(rates, (0.1, 0.2, 0.3) if at_border else (0.1, 0.3, 0.2), 2 if at_border else 1)
     return CellResult(WorldSpec("fork_chain", (("length", 9),), world), arm, sweep, curves, 1.0)
@@ -102,6 +103,19 @@ def test_a_profile_is_that_of_all_runs():
     for row in found["arms"].values():
         assert np.all(np.array(row["low"]) <= np.array(row["share"]) + 1e-9)
         assert np.all(np.array(row["share"]) <= np.array(row["high"]) + 1e-9)
+
+
+def test_the_fall_of_the_error_is_weighted_by_what_branches_cost():
+    rows = analysis.error_reduction(table(), {"focus": "random"})
+    assert [(r["world"], r["arm"], r["rule"]) for r in rows] == [
+        ("long", "focus", "random"),
+        ("late", "focus", "random"),
+    ]
+    steps = np.arange(STEPS)
+    wanted = np.sum((steps + 1) * 2.0 * steps) / np.sum(steps + 1)
+    assert rows[0]["reduction"] == pytest.approx(wanted)
+    assert rows[0]["expected"] == pytest.approx(1.5 * wanted)
+    assert rows[0]["residual_variance"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import os
 import shutil
 
 import lab_fakes
@@ -339,8 +340,6 @@ def test_labels_become_names_of_directories():
 
 def write_cores(path, note):
     """A job that says which cores it has."""
-    import os
-
     note(0.5, "half")
     path.write_text(repr(sorted(os.sched_getaffinity(0))))
 
@@ -350,17 +349,22 @@ def fail(note):
 
 
 def die(note):
-    import os
-
     os._exit(1)
+
+
+def set_up(directory):
+    """What a worker does before its first job."""
+    (directory / f"setup-{os.getpid()}").touch()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_jobs_run_here_or_in_processes(tmp_path, workers):
     jobs = [functools.partial(write_cores, tmp_path / str(i)) for i in range(3)]
     notes = []
-    run_jobs(jobs, workers=workers, notify=lambda *note: notes.append(note))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    setup = functools.partial(set_up, tmp_path)
+    run_jobs(jobs, workers=workers, notify=lambda *note: notes.append(note), setup=setup)
+    assert {path.name for path in tmp_path.glob("?")} == {"0", "1", "2"}
+    assert bool(list(tmp_path.glob("setup-*"))) == (workers > 1)
     for index in range(3):
         assert [n[1:] for n in notes if n[0] == index] == [(0.5, "half"), (1.0, "")]
 

@@ -13,7 +13,12 @@ from processes import run_program
 
 from focus.learner import sharding
 from focus.policy import token_logprobs, transformer
-from focus.policy.logprobs import chunked_logprobs, default_chunk, wanted_first
+from focus.policy.logprobs import (
+    chunked_logprobs,
+    default_chunk,
+    token_scores,
+    wanted_first,
+)
 from focus.policy.placement import ROWS
 from focus.tpu import hlo
 
@@ -133,6 +138,26 @@ def test_a_chunk_has_tokens():
     hidden, unembedding, targets, *_ = inputs(0, 1, 5, 11)
     with pytest.raises(ValueError, match="chunk must be >= 1 token.*got 0"):
         chunked_logprobs(hidden, unembedding, targets, chunk=0)
+
+
+@pytest.mark.parametrize("chunk,temperature", [(2, 0.7), (None, 0.0)])
+def test_score_norms_are_the_expected_squared_norm_of_the_score(chunk, temperature):
+    hidden, unembedding, targets, *_ = inputs(5, 2, 7, 11)
+    unembedding = unembedding.at[0].mul(9.0)  # some tokens are all but certain
+    wanted = jnp.arange(7) % 3 != jnp.array([[0], [1]])
+    settings = {"wanted": wanted, "temperature": temperature, "chunk": chunk}
+    logp, entropy, norm = jax.jit(lambda: token_scores(hidden, unembedding, targets, **settings))()
+    for got, want in zip(
+        (logp, entropy), chunked_logprobs(hidden, unembedding, targets, **settings)
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    probs = jax.nn.softmax(hidden @ unembedding.T / (temperature or 1.0))
+    gradient = jnp.eye(11) - probs[..., None, :]  # of log pi(a) by the logits, a on axis -2
+    expected = jnp.sum(probs * jnp.sum(jnp.square(gradient), axis=-1), axis=-1)
+    np.testing.assert_allclose(norm, jnp.where(wanted, expected, 0.0), atol=1e-5)
+    assert float(norm.min()) >= 0 and float(norm.max()) < 1
+    empty = token_scores(hidden[:, :0], unembedding, targets[:, :0])
+    assert [x.shape for x in empty] == [(2, 0)] * 3
 
 
 def test_one_row_needs_no_leading_axis():

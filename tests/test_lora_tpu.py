@@ -22,7 +22,7 @@ from focus.learner.state import init_state, make_optimizer
 from focus.policy import layers, lora
 from focus.policy import model as models
 from focus.policy.lora import LoraConfig
-from focus.run import experiment
+from focus.run import experiment, learning
 from focus.tpu import estimate, flops, plan
 from focus.tpu.chips import GPUS, parse_topology
 from focus.tpu.compile import Compiled, programs
@@ -123,7 +123,7 @@ def test_programs_are_those_of_an_update(monkeypatch):
     model, setting = experiment.model_config(config), experiment.lora_config(config)
     params = jax.device_get(models.init_params(model, jax.random.key(0)))
     adapters = Adapters(model, setting, params, 0, mesh=mesh)
-    optimizer = make_optimizer(experiment.optimizer_config(config))
+    optimizer = make_optimizer(learning.optimizer_config(config), experiment.trained_axes(config))
     state, shardings = sharding.init_sharded(
         lambda: init_state(adapters.init(jax.random.key(0))[0], optimizer), mesh=mesh
     )
@@ -156,8 +156,8 @@ def test_programs_are_those_of_an_update(monkeypatch):
     train = update.make_policy_update(
         policy_model(model),
         optimizer,
-        experiment.loss_config(config),
-        experiment.update_config(config),
+        learning.loss_config(config),
+        learning.update_config(config),
         mesh=mesh,
         shardings=shardings,
         frozen=adapters.frozen,
@@ -294,7 +294,7 @@ def test_formulas_agree_with_what_was_compiled(preset, topology):
 
 @pytest.mark.slow
 def test_formulas_agree_with_a_small_slice():
-    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install 'focus[tpu]'")
+    pytest.importorskip("libtpu", reason="compiles for TPUs; pip install -e '.[tpu]'")
     from focus.tpu.run import compile_config
 
     config = adapted(rank=8)

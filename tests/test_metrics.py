@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import sys
 import types
@@ -12,7 +13,17 @@ import pytest
 import rich.console
 from tensorboardX.proto import event_pb2
 
-from focus.metrics import MetricsWriter, ProgressBar, format_summary, read_metrics
+from configs import default
+from focus.metrics import (
+    METHODS,
+    MetricsWriter,
+    ProgressBar,
+    check_writers,
+    read_metrics,
+    run_name,
+    summary_lines,
+    wandb_options,
+)
 
 
 def steps_of(workdir):
@@ -122,8 +133,60 @@ def test_wandb_continues_one_run_over_a_resume(tmp_path, monkeypatch):
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, option, extra):
     monkeypatch.setitem(sys.modules, package, None)
     MetricsWriter(tmp_path).close()  # not needed, not imported
-    with pytest.raises(ImportError, match=rf"{package}.*pip install focus\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"{package}.*pip install -e '\.\[{extra}\]'"):
         MetricsWriter(tmp_path, **option)
+
+
+def test_what_wandb_lacks_is_said_before_a_run(monkeypatch):
+    def no_key():
+        raise RuntimeError("No API key configured. Use `wandb login` to log in.")
+
+    fake = types.ModuleType("wandb")
+    fake.login = no_key
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ValueError, match="log.wandb='lab': No API key .* Set WANDB_API_KEY, or"):
+        check_writers({"tensorboard": False, "wandb": "lab"})
+    check_writers({"tensorboard": False, "wandb": ""})
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_writers({"tensorboard": True, "wandb": "lab"})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="needs the package wandb"):
+        check_writers({"tensorboard": False, "wandb": "lab"})
+
+
+def test_wandb_is_told_the_config_and_what_the_run_is_called():
+    config = default.get_config("grpo")
+    config.credit.estimator, config.log.wandb, config.seed = "gigpo", "lab", 3
+    options = wandb_options(config.to_dict())
+    assert (options["project"], options["name"]) == ("lab", "gigpo, seed 3")
+    assert options["config"] == config.to_dict()
+
+
+@pytest.mark.parametrize("method", default.METHODS)
+def test_a_method_as_it_is_configured_is_called_by_its_name(method):
+    assert run_name(default.get_config(method).to_dict()) == method
+    assert set(METHODS) == set(default.METHODS)
+
+
+@pytest.mark.parametrize(
+    "method, changes, name",
+    [
+        ("grpo", {"credit.estimator": "gigpo"}, "gigpo"),
+        ("focus", {"branching.rule": "random"}, "focus, random branches"),
+        ("focus", {"branching.rule": "none"}, "focus, no branches"),
+        ("focus", {"credit.estimator": "cbpo"}, "cbpo, expected error reduction branches"),
+        ("grpo", {"context.manager": "summarize"}, "grpo, summarize"),
+        ("self_credit", {"context.manager": "full"}, "self_credit, full context"),
+        ("focus_summarize", {"context.manager": "full"}, "focus"),
+        ("grpo", {"method": "mine"}, "mine: grpo"),
+        ("grpo", {"method": "mine", "credit.estimator": "mine"}, "mine"),
+    ],
+)
+def test_a_run_is_called_after_what_it_ran(method, changes, name):
+    config = default.get_config(method)
+    config.update_from_flattened_dict(changes)
+    assert run_name(config.to_dict()) == name
 
 
 METRICS = {
@@ -135,12 +198,17 @@ METRICS = {
 }
 
 
-def shown(num_steps, *, terminal, start_step=0, every=10, seconds_a_step=2.0):
+def shown(num_steps, *, terminal, start_step=0, every=10, seconds_a_step=2.0, width=160):
     output = io.StringIO()
-    console = rich.console.Console(file=output, force_terminal=terminal, width=160)
+    console = rich.console.Console(file=output, force_terminal=terminal, width=width)
     now = [0.0]
     bar = ProgressBar(
-        num_steps, start_step=start_step, every=every, console=console, clock=lambda: now[0]
+        num_steps,
+        start_step=start_step,
+        title="gigpo",
+        every=every,
+        console=console,
+        clock=lambda: now[0],
     )
     with bar:
         for step in range(start_step, num_steps):
@@ -152,21 +220,21 @@ def shown(num_steps, *, terminal, start_step=0, every=10, seconds_a_step=2.0):
 def test_without_a_terminal_there_is_one_plain_line_every_few_steps():
     text = shown(25, terminal=False)
     assert "\x1b" not in text and "\r" not in text
-    assert [line.split("  ")[0] for line in text.splitlines()] == [
+    assert [line.split("  ")[1] for line in text.splitlines()] == [
         "step 10/25",
         "step 20/25",
         "step 25/25",
     ]
     assert text.splitlines()[0] == (
-        "step 10/25  success 25.0%  held-out 30.0%  critic error 0.0412  "
-        "tokens base 3.1k branch 1.9M summary 40  0:30 left"
+        "gigpo  step 10/25  0:30 left  success 25.0%  held-out 30.0%  critic error 0.0412  "
+        "tokens base 3.1k branch 1.9M summary 40"
     )
 
 
 def test_time_left_after_a_resume_counts_only_the_steps_it_ran():
     lines = shown(20, terminal=False, start_step=15, every=1, seconds_a_step=1000.0).splitlines()
-    assert lines[0].startswith("step 16/20") and lines[0].endswith("1:06:40 left")
-    assert lines[-1].endswith("0:00 left")
+    assert lines[0].startswith("gigpo  step 16/20  1:06:40 left")
+    assert lines[-1].startswith("gigpo  step 20/20  0:00 left")
 
 
 def test_on_a_terminal_one_line_is_redrawn():
@@ -175,15 +243,41 @@ def test_on_a_terminal_one_line_is_redrawn():
     assert "\x1b" in text
 
 
-def test_a_summary_is_a_table_of_everything_in_it():
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_on_a_narrow_terminal_the_end_of_the_line_is_what_is_cut(width):
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(3, terminal=True, width=width))
+    lines = [line for line in re.split(r"[\r\n]+", lines) if line]
+    assert max(map(len, lines)) <= width
+    assert any("gigpo  step 3/3  0:00 left" in line for line in lines)
+
+
+def test_a_summary_is_six_lines():
     summary = {
-        "method": "focus [x]",
-        "wall_s": 81.23456,
-        "tokens": {"base": 12_345, "branch": 0},
-        "heldout": {"after": 0.4375, "before [y]": None},
+        "name": "gigpo",
+        "task": "deep_search",
+        "seed": 3,
+        "steps": 70,
+        "success_before": 0.245,
+        "success_after": 0.57,
+        "success_std_error": 0.035,
+        "generated_tokens": {"base": 120_000, "branch": 80_000, "summary": 0},
+        "dose": {"tokens": 150_000, "optimizer_steps": 201},
+        "replayed": {"rollouts": 0, "tokens": 0},
+        "wall_s": {"ahead": 900.0, "push": 0.2, "rollout": 130.0, "warm_start": 215.4},
+        "technical_failures": 0,
+        "recompilations_after_warmup": 0,
+        "report": "runs/gigpo/report.html",
     }
-    output = io.StringIO()
-    rich.console.Console(file=output, width=80).print(format_summary(summary, title="deep_search"))
-    text = output.getvalue()
-    for part in ("deep_search", "focus [x]", "81.23", "12,345", "0.4375", "before [y]", "tokens"):
-        assert part in text
+    assert summary_lines(summary) == [
+        "gigpo on deep_search, seed 3: 70 steps",
+        "success   0.245 before, 0.570 after (held-out tasks, standard error 0.035)",
+        "tokens    200,000 generated (120,000 base, 80,000 branch), 150,000 trained in 201 "
+        "optimiser steps",
+        "time      5:46 (warm start 3:35, rollout 2:10)",
+        "trouble   none",
+        "report    runs/gigpo/report.html; all figures: runs/gigpo/summary.json",
+    ]
+    summary |= {"technical_failures": 2, "replayed": {"rollouts": 7, "tokens": 99}}
+    assert summary_lines(summary)[4] == (
+        "trouble   2 rollouts without an outcome, 7 rollouts played again after a stop"
+    )

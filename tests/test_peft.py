@@ -121,6 +121,7 @@ def saved(tmp_path):
         ({"use_dora": True}, "use_dora = True is not supported.*[Mm]erge"),
         ({"use_rslora": True}, "use_rslora = True is not supported"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern = .* is not supported"),
+        ({"use_newest": True, "scale_by": 2}, "not understood: scale_by = 2, use_newest = True"),
         ({"bias": "all"}, "bias = 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = .* is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported"),

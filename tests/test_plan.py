@@ -23,7 +23,7 @@ from focus.learner.state import init_state, make_optimizer
 from focus.learner.update import PolicyBatch, make_policy_update
 from focus.policy import model as models
 from focus.policy import transformer
-from focus.run import experiment
+from focus.run import experiment, learning
 from focus.tpu import estimate, flops, plan
 from focus.tpu.chips import GPUS, TPUS, Chip, Slice, parse_topology
 from focus.tpu.run import compile_config
@@ -388,7 +388,7 @@ def test_a_measured_step():
     config = quickstart.get_config()
     model, c = experiment.model_config(config), config.learner
     mesh = sharding.make_mesh(data=1, devices=jax.devices()[:1])
-    optimizer = make_optimizer(experiment.optimizer_config(config))
+    optimizer = make_optimizer(learning.optimizer_config(config), experiment.trained_axes(config))
     state, shardings = sharding.init_sharded(
         lambda: init_state(transformer.init_params(model, jax.random.key(0)), optimizer), mesh=mesh
     )
@@ -397,8 +397,8 @@ def test_a_measured_step():
     update = make_policy_update(
         policy,
         optimizer,
-        experiment.loss_config(config),
-        experiment.update_config(config),
+        learning.loss_config(config),
+        learning.update_config(config),
         mesh=mesh,
         shardings=shardings,
     )

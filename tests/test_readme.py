@@ -32,6 +32,7 @@ MAINS = (
     "compile_tpu",
     "convert_gguf",
     "plan",
+    "play",
 )
 # Where the name that is imported is not the name that is installed.
 DISTRIBUTIONS = {
@@ -183,14 +184,15 @@ def test_every_main_prints_its_usage():
         "evaluate": ("--workdir", "--step", "--temperature"),
         "report": ("usage:", "--workdir", "--out"),
         "benchmark": ("usage:", "--against", "--model-path"),
-        "benchmark_async": ("--config", "--depth", "--token_s"),
+        "benchmark_async": ("--config", "--depth", "--token-s"),
         "benchmark_credit": ("usage:", "--rows", "--plan"),
         "benchmark_engine": ("usage:", "--agents"),
         "compile_tpu": ("--config", "--topology"),
         "check_server": ("usage:", "--model-path", "--router-url"),
         "convert_gguf": ("--package", "--out"),
-        "export_model": ("--config", "--out"),
+        "export_model": ("--config", "--workdir", "--step", "--out"),
         "plan": ("--config",),
+        "play": ("--workdir", "--temperature", "--show"),
     }
     for name, process in started.items():
         out, err = process.communicate(timeout=120)
@@ -320,3 +322,27 @@ def test_setup_asks_for_a_python_that_the_project_supports():
     dev = distributions(arguments["extras_require"]["dev"])
     assert distributions(arguments["extras_require"]["notebooks"]) <= dev
     assert {"pytest", "hypothesis", "ruff"} <= dev
+
+
+# --- what stands beside them ----------------------------------------------------------------------
+
+
+def test_licence_citation_and_types_are_those_of_the_package():
+    arguments = setup_arguments()
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {arguments['version']}\n" in citation
+    assert f"license: {arguments['license']}\n" in citation and arguments["license"] in README
+    assert (ROOT / "focus" / "py.typed").is_file()
+    assert "py.typed" in arguments["package_data"]["focus"]
+    assert f"## {arguments['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_file_that_is_linked_or_named_exists(name):
+    text = (ROOT / name).read_text()
+    linked = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    named = set(re.findall(r"`((?:docs|tests|configs|focus|scripts)/[\w/]+\.\w+)`", text))
+    assert linked | named
+    assert not {path for path in linked | named if not (ROOT / path).exists()}

@@ -1,9 +1,7 @@
 """The run report: complete, self-contained, safe with hostile text, honest about gaps."""
 
-import html
-import html.parser
+import csv
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -14,300 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_runs import HOSTILE, Outline, decode, make_step, make_workdir
 
 from focus.report import branch_figures, figures, trees
-from focus.report.html import build_report, ledger, render
+from focus.report.earned import teaching
+from focus.report.html import build_report, render
 from focus.report.intervals import wilson_interval
-from focus.report.record import read_run, record_trees, write_branches, write_trees
+from focus.report.ledger import ledger
+from focus.report.record import read_run, record_trees, write_trees
 from focus.report.svg import round_ticks
-from focus.rollout.controller import BranchedState
 from focus.tasks.base import Task
 from focus.types import Generation, RolloutTree, Segment, State, Trajectory
-
-HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" </details></pre>"
-SUMMARY_IDS = tuple(range(7000, 7018))
-SUMMARY_TEXT = "Santiago is the capital of Chile; the currency is open."
-WORDS = "Chile capital Santiago currency Peso borders Peru Bolivia region South America".split()
-
-
-def make_trajectory(rng, ident, task_id, group, *, parent=None, start=0, solve=0.4, max_turns=7):
-    """A trajectory with turns, observations, now and then a summary or a cut."""
-    num_segments = int(rng.integers(1, max_turns - start)) if start < max_turns - 1 else 1
-    states, segments, span = [], [], 0
-    prompt = tuple(range(60 + 30 * start))
-    for j in range(num_segments + 1):
-        states.append(State(None, None, prompt, start + j, span))
-        if j == num_segments:
-            break
-        act = tuple(range(int(rng.integers(4, 14))))
-        generations = [Generation("act", prompt, act, (-0.5,) * len(act), "stop", span=span)]
-        query = " ".join(rng.choice(WORDS, 2))
-        observation = "\n".join(
-            f"{i} {rng.choice(WORDS)}: {' '.join(rng.choice(WORDS, 4))}" for i in range(1, 6)
-        )
-        text, info = f'search("{query}")', {"tool": "search"}
-        if j % 2:
-            text, observation = f"open({j})", " ".join(rng.choice(WORDS, 30))
-        prompt = prompt + act + tuple(range(30))
-        if j == num_segments - 1:
-            text, observation = f'answer("{rng.choice(WORDS)}")', ""
-        elif rng.random() < 0.08:
-            logp = (-0.4,) * len(SUMMARY_IDS)
-            generations.append(Generation("summary", prompt, SUMMARY_IDS, logp, "stop"))
-            prompt, span = tuple(range(90)), span + 1
-        segments.append(Segment(tuple(generations), text, observation, info=info))
-    draw = rng.random()
-    end, outcome, error = "terminal", float(draw < solve), None
-    if draw > 0.97:
-        end, outcome, error = "failed", None, "EngineError: the server closed the connection"
-    elif draw > 0.9:
-        end, outcome = "budget", None
-    elif draw > 0.85:
-        end = "turn_limit"
-    return Trajectory(
-        id=ident,
-        task_id=task_id,
-        group_id=group,
-        states=tuple(states),
-        segments=tuple(segments),
-        outcome=outcome,
-        success=outcome == 1.0,
-        end=end,
-        parent=None if parent is None else parent.id,
-        parent_state=None if parent is None else start - parent.states[0].turn,
-        error=error,
-    )
-
-
-def decode(ids):
-    """Knows summaries only: actions are not to be decoded here."""
-    return {SUMMARY_IDS: SUMMARY_TEXT, (9,): HOSTILE}[tuple(ids)]
-
-
-def branch_rows(tree, step, arrays, rng):
-    """Rows of `branches.jsonl`, one per branched state."""
-    members = {}
-    for branch in tree.branches:
-        members.setdefault((branch.parent, branch.parent_state), []).append(branch)
-    index = {t.id: i for i, t in enumerate(tree.trajectories)}
-    rows = []
-    for (parent, state), branches in members.items():
-        at = index[parent], state
-        scored = [b for b in branches if b.outcome is not None]
-        stat = BranchedState(
-            trajectory=parent,
-            task_id=branches[0].task_id,
-            state=state,
-            turn=tree.trajectories[at[0]].states[state].turn,
-            value=float(arrays["values"][at]),
-            std=float(arrays["stds"][at]),
-            refined=float(arrays["refined"][at]),
-            refined_std=float(arrays["refined_stds"][at]),
-            started=len(branches),
-            count=len(scored),
-            mean=float(np.mean([b.outcome for b in scored])) if scored else None,
-            cost_predicted=float(40 + 10 * rng.random()),
-            cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
-        )
-        rows.append({"step": step, **stat.to_dict()})
-    return rows
-
-
-def make_step(rng, step, *, num_tasks=4, group_size=4, branched=True, progress=0.5):
-    """A step's tree, its tasks and arrays as the training loop would hand them over.
-
-    Every base state has a true success chance; its critic value errs from it by about the
-    standard deviation it states, its branches are drawn from it and refine it.
-    """
-    tasks, base, branches = [], [], []
-    for group in range(num_tasks):
-        gold = str(rng.choice(WORDS))
-        question = f"currency of the country whose capital is {rng.choice(WORDS)}?"
-        task = Task(f"train/{step:04d}{group}", question, {"gold": gold})
-        tasks.append(task)
-        for member in range(group_size):
-            ident = f"{step}/{group}.{member}"
-            solve = 0.2 + 0.5 * progress
-            base.append(make_trajectory(rng, ident, task.id, group, solve=solve))
-
-    def branch(parent, state, member, chance):
-        return make_trajectory(
-            rng,
-            f"{parent.id}/{state}.{member}",
-            parent.task_id,
-            parent.group_id,
-            parent=parent,
-            start=state + parent.states[0].turn,
-            solve=0.85 * chance,
-        )
-
-    chances = {t.id: rng.beta(2, 3 - 1.5 * progress, len(t.states)) for t in base}
-    counts = {}
-    for index in rng.choice(len(base), len(base) // 2 if branched else 0, replace=False):
-        parent = base[index]
-        state, count = int(rng.integers(0, len(parent.segments))), int(rng.choice([1, 2, 4]))
-        counts[parent.id, state] = count
-        branches += [branch(parent, state, m, chances[parent.id][state]) for m in range(count)]
-    if branched:
-        branches.append(branch(branches[0], 0, 0, 0.5))
-
-    tree = RolloutTree(tuple(base), tuple(branches))
-    shape = len(tree.trajectories), max(len(t.states) for t in tree.trajectories)
-    values, stds, refined, refined_stds = (np.full(shape, np.nan) for _ in range(4))
-    advantages = np.full((shape[0], shape[1] - 1), np.nan)
-    for row, t in enumerate(tree.trajectories):
-        num_states = len(t.states)
-        chance = chances.get(t.id, rng.beta(2, 2, num_states))
-        std = 0.04 + 0.2 * rng.random(num_states)
-        value = np.clip(chance + std * rng.normal(size=num_states), 0.01, 0.99)
-        values[row, :num_states], stds[row, :num_states] = value, std
-        refined[row, :num_states], refined_stds[row, :num_states] = value, std
-        for state in range(num_states):
-            if (t.id, state) in counts:
-                outcomes = [
-                    b.success for b in branches if (b.parent, b.parent_state) == (t.id, state)
-                ]
-                weight = std[state] ** 2 / (std[state] ** 2 + 0.2 / len(outcomes))
-                refined[row, state] += weight * (np.mean(outcomes) - value[state])
-                refined_stds[row, state] *= math.sqrt(1 - weight)
-        refined[row, num_states - 1] = t.outcome or 0.0
-        advantages[row, : num_states - 1] = np.diff(refined[row, :num_states])
-    arrays = {"values": values, "stds": stds, "refined": refined, "refined_stds": refined_stds}
-    return tree, tasks, arrays, advantages
-
-
-def make_workdir(workdir, *, num_steps=6, record_every=2, branched=True, seed=0, **sizes) -> Path:
-    """Writes what a training run leaves behind."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
-    lines, cumulative = [], 0
-    for step in range(num_steps):
-        progress = step / max(num_steps - 1, 1)
-        tree, tasks, arrays, advantages = make_step(
-            rng, step, branched=branched, progress=progress, **sizes
-        )
-        if branched:
-            write_branches(workdir, step, branch_rows(tree, step, arrays, rng))
-        if step % record_every == 0 or step == num_steps - 1:
-            records = record_trees(
-                tree, tasks, segment_advantages=advantages, max_tasks=2, decode=decode, **arrays
-            )
-            write_trees(workdir, step, records)
-        base, branch, summary = 3900 + 300 * rng.random(), 3500 + 300 * rng.random(), 180.0
-        if not branched:
-            base, branch, summary = 7600 + 300 * rng.random(), 0, 180.0
-        cumulative += int(base + branch + summary)
-        row = {
-            "step": step,
-            "train/success": float(np.clip(0.25 + 0.4 * progress + rng.normal(0, 0.05), 0, 1)),
-            "tokens/base": int(base),
-            "tokens/summary": int(summary),
-            "tokens/observation": 5200,
-            "tokens/prefill": 21000,
-            "tokens/cached": 18000,
-            "tokens/cumulative": cumulative,
-            "budget": 8192,
-            "policy/loss": -0.01,
-            "policy/grad_norm": float(0.5 + 0.2 * rng.random()),
-            "policy/entropy": float(1.2 - 0.5 * progress),
-            "policy/clip_fraction": float(0.02 + 0.01 * rng.random()),
-            "logp_difference/mean": 2e-6,
-            "logp_difference/max": 3e-5,
-            "time/rollout": float(3.5 + rng.random()),
-            "time/score": 0.6,
-            "time/critic": 0.2,
-            "time/credit": 0.01,
-            "time/update": 1.9,
-            "time/push": 0.3,
-            "time/record": 0.02,
-            "dose/tokens": 7400,
-            "dose/steps": 4,
-            "packing_efficiency": 0.82,
-        }
-        if branched:
-            row |= {
-                "tokens/branch": int(branch),
-                "time/controller": 0.15,
-                "critic/error": float(0.06 * (1 - 0.7 * progress) + rng.normal(0, 0.012)),
-                "critic/brier": float(0.22 - 0.05 * progress),
-            }
-        if step % 10 == 0 or step == num_steps - 1:
-            row["heldout/success"] = float(0.3 + 0.34 * progress)
-            row["heldout/std_error"] = 0.034
-            row["time/evaluate"] = 2.0
-        lines.append(json.dumps(row))
-    (workdir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    rows = [json.loads(line) for line in lines]
-
-    def total(key):
-        return sum(row.get(key, 0) for row in rows)
-
-    phases = sorted({key[5:] for row in rows for key in row if key.startswith("time/")})
-    config = {"method": "focus" if branched else "grpo", "seed": seed}
-    config["task"] = {"name": "deep_search", "hops": [2, 4]}
-    config["learner"] = {"learning_rate": 3e-4, "row_length": 512, "schedule": None}
-    summary = {
-        "method": config["method"],
-        "seed": seed,
-        "task": "deep_search",
-        "versions": {"jax": "0.10.2", "flax": "0.12.8", "python": "3.11"},
-        "steps": num_steps,
-        "success_before": 0.26,
-        "success_after": 0.64,
-        "success_std_error": 0.034,
-        "budget_per_step": 8192,
-        "max_step_tokens": 8100,
-        "generated_tokens": {k: total(f"tokens/{k}") for k in ("base", "branch", "summary")},
-        "other_tokens": {k: total(f"tokens/{k}") for k in ("observation", "prefill", "cached")},
-        "replayed": {"rollouts": 17, "tokens": 1234},
-        "dose": {"tokens": total("dose/tokens"), "optimizer_steps": total("dose/steps")},
-        "wall_s": {phase: total(f"time/{phase}") for phase in phases}
-        | {"checkpoint": 1.5, "compile": 40.0, "warm_start": 100.0},
-        "controller_share": 0.021,
-        "prefix_recomputed_share": 0.043,
-        "packing_efficiency": 0.82,
-        "recompilations_after_warmup": 0,
-        "technical_failures": 3,
-        "num_parameters": 1_234_567,
-        "report": "report.html",
-    }
-    (workdir / "config.json").write_text(json.dumps(config))
-    (workdir / "summary.json").write_text(json.dumps(summary))
-    return workdir
-
-
-class Outline(html.parser.HTMLParser):
-    """Tags of a page, the visible text, and which `details` lies in which."""
-
-    VOID = {"meta", "link", "input", "br", "img"}
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.tags, self.attributes, self.text, self.parents = [], [], [], {}
-        self._open: list[tuple[str, str | None]] = []
-        self.feed(page)
-        assert not self._open, f"unclosed tags: {self._open}"
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.tags.append(tag)
-        self.attributes.append(attrs)
-        if "rollout" in (attrs.get("class") or "").split():
-            self.parents[attrs["id"]] = next((i for _, i in reversed(self._open) if i), None)
-        if tag not in self.VOID:
-            is_rollout = attrs.get("id") if attrs.get("id", "") in self.parents else None
-            self._open.append((tag, is_rollout))
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes.append(dict(attrs))
-
-    def handle_endtag(self, tag):
-        opened, _ = self._open.pop()
-        assert opened == tag, f"</{tag}> closes <{opened}>"
-
-    def handle_data(self, data):
-        self.text.append(data)
 
 
 @pytest.fixture(scope="module")
@@ -329,10 +44,66 @@ def test_every_recorded_trajectory_is_in_the_page_below_its_parent(workdir, page
     for trajectory in recorded:
         for segment in trajectory["segments"]:
             assert segment["text"] in text and segment["observation"] in text
-            assert f"A {segment['advantage']:+.3f}".replace("-", "−") in text
             assert segment["summary"] is None or segment["summary"] in text
     for record in read_run(workdir).trees:
         assert record["question"] in text and record["gold"] in text
+
+
+def signed(number):
+    return f"{number:+.3f}".replace("-", "−")
+
+
+def test_every_turn_tells_what_it_earned_beside_what_it_was_trained_with(workdir, page):
+    turns = Outline(page).turns
+    expected = {}
+    for record in read_run(workdir).trees:
+        for t in record["trajectories"]:
+            for j, segment in enumerate(t["segments"]):
+                after = t["states"][j + 1]["refined"]
+                if j == len(t["segments"]) - 1 and t["outcome"] is not None:
+                    after = t["outcome"]
+                expected[f"{t['id']}:{j}"] = after - t["states"][j]["refined"], segment["trained"]
+    assert turns.keys() == expected.keys()
+    assert {trained is None for _, trained in expected.values()} == {True, False}
+    for name, (earned, trained) in expected.items():
+        text = " ".join("".join(turns[name]).split())
+        assert text.startswith(f"earned {signed(earned)}"), (name, text)
+        said = "not trained on" if trained is None else f"trained with A {signed(trained)}"
+        assert said in text
+    # The one with the largest change of each rollout, and no other.
+    marked = {name for name, text in turns.items() if "turning point" in "".join(text)}
+    for trajectory in {name.rsplit(":", 1)[0] for name in turns}:
+        own = {n: abs(e) for n, (e, _) in expected.items() if n.rsplit(":", 1)[0] == trajectory}
+        assert [n for n in own if n in marked] == [max(own, key=own.get)]
+
+
+def test_colours_filters_and_links_are_there_for_the_script(page):
+    outline = Outline(page)
+    ids = {a["id"] for a in outline.attributes if "id" in a}
+    assert {"colouring", "only", "order", "search", "verdict", "step", "count"} <= ids
+    links = {a["href"][1:] for a in outline.attributes if a.get("class") == "anchor"}
+    assert links == outline.turns.keys() <= ids
+    targets = {a["href"][1:] for a in outline.attributes if a.get("href", "").startswith("#")}
+    assert targets <= ids
+    shaded = [a["style"] for a in outline.attributes if "shade" in (a.get("class") or "").split()]
+    assert shaded and all(re.fullmatch(r"--e:[^;]+;--t:[^;]+", style) for style in shaded)
+    rollouts = [a for a in outline.attributes if (a.get("class") or "").startswith("rollout ")]
+    for name in ("branches", "against", "troubled"):
+        assert {a[f"data-{name}"] == "0" for a in rollouts} == {True, False}, name
+
+
+def test_figures_have_their_numbers_as_a_table(workdir, page):
+    metrics = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    tables = {
+        name: list(csv.DictReader("".join(text).splitlines()))
+        for name, text in Outline(page).tables.items()
+    }
+    assert len(tables) == page.count("<figure>") > 14
+    norms = [(float(r["training step"]), float(r["norm"])) for r in tables["Gradient norm"]]
+    assert norms == [(m["step"], pytest.approx(m["policy/grad_norm"], rel=1e-5)) for m in metrics]
+    bars = [r for r in tables["Generation budget by kind"] if r["series"] == "branches"]
+    heights = [float(r["tokens per step, to"]) - float(r["tokens per step"]) for r in bars]
+    assert heights == pytest.approx([m["tokens/branch"] for m in metrics], rel=1e-3)
 
 
 def test_text_of_tools_cannot_become_markup(tmp_path):
@@ -424,6 +195,74 @@ def test_header_falls_back_on_metrics_without_a_summary(workdir, tmp_path):
     assert "64.0 %" in text and "→ 64.0" not in text
 
 
+def test_a_report_of_a_run_that_goes_on_says_how_far_it_is(workdir, tmp_path):
+    shutil.copytree(workdir, tmp_path / "run")
+    config = json.loads((workdir / "config.json").read_text())
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config | {"steps": 20}))
+    # The summary is of an earlier end: the run was resumed with more steps.
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        row = {"step": 6, "heldout/success": 0.7, "heldout/std_error": 0.03}
+        file.write(json.dumps(row) + "\n" + '{"step": 7, "tokens/ba')
+    text = "".join(Outline(build_report(tmp_path / "run").read_text()).text)
+    assert "not finished: 7 of 20 steps so far" in text
+    assert "26.0 → 70.0 %" in text
+    finished = "".join(Outline(build_report(workdir).read_text()).text)
+    assert "not finished" not in finished
+
+
+def test_a_run_recorded_before_there_was_so_much_to_record_is_still_read(workdir, tmp_path):
+    """Trees without what was trained with, branches without gains, no evaluations."""
+    old = tmp_path / "run"
+    shutil.copytree(workdir, old, ignore=shutil.ignore_patterns("evaluations"))
+    for path in (old / "trees").iterdir():
+        content = json.loads(path.read_text())
+        for record in content["tasks"]:
+            del record["hops"]
+            for t in record["trajectories"]:
+                for segment in t["segments"]:
+                    del segment["trained"], segment["error"]
+        path.write_text(json.dumps(content))
+    rows = [json.loads(line) for line in (old / "branches.jsonl").open()]
+    for row in rows:
+        del row["gain"], row["noise_var"]
+    (old / "branches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outline = Outline(build_report(old).read_text())
+    text = "".join(outline.text)
+    assert "no evaluation was recorded" in text and "chosen for were not recorded" in text
+    segments = {
+        f"{t['id']}:{j}": segment["advantage"]
+        for record in read_run(workdir).trees
+        for t in record["trajectories"]
+        for j, segment in enumerate(t["segments"])
+    }
+    assert outline.turns.keys() == segments.keys()
+    for name, advantage in segments.items():
+        turn = " ".join("".join(outline.turns[name]).split())
+        assert f"A {signed(advantage)}" in turn and "trained" not in turn
+
+
+def test_heldout_episodes_are_counted_by_hops_and_ending_and_can_be_read(workdir, page):
+    run = read_run(workdir)
+    outline = Outline(page)
+    tables = {n: list(csv.DictReader("".join(t).splitlines())) for n, t in outline.tables.items()}
+    last = run.evaluations[-1]
+    for hops in (2, 3, 4):
+        tasks = [t for t in last["tasks"] if t["hops"] == hops and t["outcome"] is not None]
+        share = sum(t["ending"] == "solved" for t in tasks) / len(tasks)
+        rows = tables["Held-out success by hops"]
+        own = [r for r in rows if r["series"] == f"{hops} hops, {len(tasks)} tasks"]
+        assert float(own[-1]["finished training steps"]) == last["step"]
+        assert float(own[-1]["success rate"]) == pytest.approx(share, rel=1e-5)
+    endings = [r["text"] for r in tables["How held-out episodes ended"]]
+    for kind, said in (("solved", "solved"), ("wrong", "ended with a wrong answer")):
+        number = sum(t["ending"] == kind for t in last["tasks"])
+        assert f"step {last['step']}: {number} of {len(last['tasks'])} {said}" in endings
+    text = "".join(outline.text)
+    for task in last["tasks"]:
+        for segment in task["segments"] or ():
+            assert segment["text"] in text and segment["observation"] in text
+
+
 def test_learning_curve_starts_before_training_and_has_error_bars():
     metrics = [
         {"step": 0, "tokens/cumulative": 100},
@@ -494,17 +333,24 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
     assert done.returncode == 2 and "no run directory" in done.stderr
 
 
-def test_page_stays_under_its_size_limit_by_dropping_trees_evenly(workdir, page):
+def test_page_stays_under_its_size_limit_and_keeps_what_teaches_most(workdir, page):
     run = read_run(workdir)
-    limit = len(page.encode()) * 2 // 3
+    limit = len(page.encode()) * 4 // 5
     small = render(run, max_bytes=limit)
     assert len(small.encode()) <= limit
-    shown = re.findall(r'class="task" data-step="(\d+)"', small)
-    recorded = [str(record["step"]) for record in run.trees]
-    assert 2 <= len(shown) < len(recorded)
-    assert (shown[0], shown[-1]) == (recorded[0], recorded[-1])
+    shown = re.findall(r"· task (train/\S+) ·", small)
+    recorded = [record["task_id"] for record in trees.ranked(run.trees)]
+    assert 0 < len(shown) < len(recorded)
+    assert set(shown) == set(recorded[: len(shown)])
+    # The best of every step come first; none of them goes before the second of any.
+    steps = {record["step"] for record in run.trees}
+    for record in trees.ranked(run.trees)[: len(steps)]:
+        others = [teaching(r) for r in run.trees if r["step"] == record["step"]]
+        assert teaching(record) == max(others)
     assert f"{len(recorded) - len(shown)} of {len(recorded)} recorded trees are left out" in small
     assert "left out to keep" not in page
+    steps_shown = [int(s) for s in re.findall(r'<details class="task" data-step="(\d+)"', page)]
+    assert steps_shown == sorted(steps_shown, reverse=True), "the newest come first"
 
 
 @given(st.floats(1e-3, 10.0), st.floats(0.01, 10.0))
@@ -517,59 +363,6 @@ def test_advantage_colours_are_symmetric_and_saturate(advantage, limit):
     assert opacity(limit) == opacity(5 * limit) == trees.MAX_OPACITY
     assert trees.advantage_colour(limit, limit) != trees.advantage_colour(-limit, limit)
     assert trees.advantage_colour(0.0, limit) == trees.advantage_colour(None, limit)
-
-
-def test_records_turn_nan_into_null_and_keep_the_first_tasks():
-    tree, tasks, arrays, advantages = make_step(np.random.default_rng(2), 3)
-    arrays["values"][:] = np.nan
-    records = record_trees(
-        tree, tasks, segment_advantages=advantages, max_tasks=2, max_chars=20, **arrays
-    )
-    json.dumps(records, allow_nan=False)
-    assert [r["task_id"] for r in records] == [t.id for t in tasks[:2]]
-    members = {t.id for t in tree.trajectories if t.task_id in {r["task_id"] for r in records}}
-    assert {t["id"] for r in records for t in r["trajectories"]} == members
-    assert all(s["value"] is None for r in records for t in r["trajectories"] for s in t["states"])
-    assert "characters left out]" in records[0]["question"]
-    with pytest.raises(ValueError, match="segment_advantages has shape"):
-        record_trees(tree, tasks, segment_advantages=advantages[:, :1], max_tasks=1, **arrays)
-    with pytest.raises(ValueError, match="no task"):
-        record_trees(tree, [], segment_advantages=advantages, max_tasks=1, **arrays)
-
-
-def test_summaries_are_decoded_and_only_counted_without_a_decoder():
-    tree, tasks, arrays, advantages = make_step(np.random.default_rng(5), 0, num_tasks=8)
-    arguments = dict(segment_advantages=advantages, max_tasks=8, **arrays)
-
-    def segments(**kwargs):
-        records = record_trees(tree, tasks, **arguments, **kwargs)
-        return [s for r in records for t in r["trajectories"] for s in t["segments"]]
-
-    decoded, counted = segments(decode=decode), segments()
-    assert any(s["summary_tokens"] for s in decoded)
-    for with_text, without in zip(decoded, counted, strict=True):
-        has_summary = with_text["summary_tokens"] == len(SUMMARY_IDS)
-        assert with_text["summary"] == (SUMMARY_TEXT if has_summary else None)
-        assert without == with_text | {"summary": None}
-
-
-def test_a_resumed_run_replaces_the_steps_it_plays_again(tmp_path):
-    def rows(step, mark):
-        return [{"step": step, "mark": mark}] * 2
-
-    for step in range(4):
-        write_branches(tmp_path, step, rows(step, "old"))
-        write_trees(tmp_path, step, [{"task_id": "old", "trajectories": []}])
-    with open(tmp_path / "branches.jsonl", "a") as file:
-        file.write('{"step": 4, "ma')  # a process killed in the middle of a write
-    for step in (2, 3):
-        write_branches(tmp_path, step, rows(step, "new"))
-        write_trees(tmp_path, step, [{"task_id": "new", "trajectories": []}])
-    run = read_run(tmp_path)
-    expected = [(0, "old")] * 2 + [(1, "old")] * 2 + [(2, "new")] * 2 + [(3, "new")] * 2
-    assert [(row["step"], row["mark"]) for row in run.branches] == expected
-    assert [record["task_id"] for record in run.trees] == ["old", "old", "new", "new"]
-    assert not [path for path in tmp_path.rglob(".*")], "temporary files stay behind"
 
 
 def test_calibration_figure_matches_a_slow_reference():
@@ -638,5 +431,25 @@ def test_page_runs_in_a_browser_without_errors(workdir, tmp_path):
     assert "CONSOLE" not in done.stderr, done.stderr
     rollouts = done.stdout.count('class="rollout rollout"')
     assert rollouts and f"{rollouts} of {rollouts} rollouts" in done.stdout
-    details = re.findall(r'<details class="(?:task|rollout)[^>]*>', done.stdout)
+    details = re.findall(r'<details class="(?:task"|rollout)[^>]*>', done.stdout)
     assert details and all(" open" in tag for tag in details)
+
+
+def test_a_summary_stands_beside_the_turns_that_it_replaced(workdir, page):
+    turns, seen = Outline(page).turns, 0
+    for record in read_run(workdir).trees:
+        for t in record["trajectories"]:
+            start = 0
+            for j, segment in enumerate(t["segments"]):
+                if segment["summary"] is None:
+                    continue
+                seen += 1
+                text = "".join(turns[f"{t['id']}:{j}"])
+                replaced = text[text.index("what it replaced") :]
+                first, last = t["states"][start]["turn"], t["states"][j]["turn"]
+                assert f"turns {first} to {last}" in replaced
+                for place, other in enumerate(t["segments"]):
+                    inside = start <= place <= j
+                    assert (f"> {other['text']}\n{other['observation']}" in replaced) == inside
+                start = j + 1
+    assert seen > 2

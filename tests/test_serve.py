@@ -53,10 +53,44 @@ async def test_a_batch_comes_back_in_order_with_ids_of_its_own():
         assert one["output_ids"] == replies[0]["output_ids"] and one["meta_info"]["id"]
 
 
+async def test_several_completions_of_a_prompt_come_prompt_after_prompt():
+    async with served() as (server, call):
+        sampling = {"n": 3, "sampling_seed": 7, "temperature": 1.0}
+        asked = body([2, 3], rid="a", sampling=sampling)
+        status, replies = await call("POST", "/generate", asked)
+        assert status == 200 and [r["meta_info"]["id"] for r in replies] == ["a-0", "a-1", "a-2"]
+        seeds = [request.seed for request in server.model.asked]
+        assert len(set(seeds)) == 3 and seeds[0] == 7
+        await call("POST", "/generate", asked)
+        assert [request.seed for request in server.model.asked[3:]] == seeds
+        status, replies = await call("POST", "/generate", body([[2, 3], [4, 5]], sampling={"n": 2}))
+        assert [tuple(r["output_ids"]) for r in replies] == [
+            fake_greedy(prompt, 4, "default") for prompt in ((2, 3), (2, 3), (4, 5), (4, 5))
+        ]
+        _, one = await call("POST", "/generate", body([2, 3], rid="b", sampling={"n": 1}))
+        assert one["meta_info"]["id"] == "b"
+
+
+async def test_an_abort_by_the_id_of_the_whole_ends_all_of_its_completions():
+    async with served(token_s=0.005) as (server, call):
+        asked = body([[2, 3], [2, 4]], 200, rid="a", sampling={"n": 2})
+        other = asyncio.create_task(call("POST", "/generate", body([2, 5], 20, rid="ab")))
+        task = asyncio.create_task(call("POST", "/generate", asked))
+        while len(server.model.running) < 5:
+            await asyncio.sleep(0.002)
+        await call("POST", "/abort_request", {"rid": "a"})
+        _, replies = await task
+        assert {r["meta_info"]["finish_reason"]["type"] for r in replies} == {"abort"}
+        assert (await other)[1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
         (dict(data="{]"), "not valid JSON"),
+        (dict(body=body([2], sampling={"n": 0})), "n must be a whole number >= 1"),
+        (dict(body=body([2], sampling={"n": True})), "n must be a whole number >= 1"),
+        (dict(body=body([2]) | {"sampling_params": [1]}), "sampling_params must be a JSON object"),
         (dict(data="[1]"), "must be a JSON object"),
         (dict(body=body([2], n=1)), "unknown fields {'n': 1}"),
         (dict(body=body([])), "input_ids is empty"),

@@ -37,8 +37,9 @@ FAULTS = (
     "logprobs",
     "version",
     "too_long",
+    "trimmed",
 )
-GARBLED = ("count", "logprobs", "version", "too_long")
+GARBLED = ("count", "logprobs", "version", "too_long", "trimmed")
 
 
 def client(servers, *, router=None, max_context=256, pushes=True, **limits):

@@ -279,6 +279,22 @@ def test_a_cpu_of_several_devices_has_threads_to_wait_in(monkeypatch):
     assert run_program(program, 2) == "2 5\n"
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [{"JAX_NUM_CPU_DEVICES": "48"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=48"}],
+)
+def test_a_cpu_that_the_environment_splits_has_them_too(setting, monkeypatch):
+    program = (
+        "import os; from focus.learner import sharding;"
+        "import jax; print(len(jax.devices()), os.environ['PJRT_NPROC'])"
+    )
+    variables = processes.environment(1)
+    del variables["PJRT_NPROC"], variables["JAX_NUM_CPU_DEVICES"]
+    monkeypatch.setattr(processes, "environment", lambda devices: variables | setting)
+    devices, threads = map(int, run_program(program).split())
+    assert devices == 48 and threads >= 2 * devices
+
+
 def test_one_device_and_eight_give_the_same_losses_and_gradients():
     check_meshes("qwen2", [(8, 1, 1, 1), (1, 2, 2, 2), (2, 4, 1, 1)])
 

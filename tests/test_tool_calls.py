@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from focus.chat.tool_calls import FORMATS, Malformed, ToolCall, parse, render, render_responses
+from focus.chat.tool_calls import (
+    FORMATS,
+    Malformed,
+    ToolCall,
+    parse,
+    parse_spoken,
+    render,
+    render_responses,
+)
 
 each_format = pytest.mark.parametrize("format", FORMATS)
 
@@ -156,6 +164,68 @@ def test_qwen_keeps_newlines_of_values():
     code = "\n  def f():\n    return 1\n"
     (call,) = parse(render([ToolCall("run", {"code": code})], "qwen"), "qwen")
     assert call.arguments["code"] == code
+
+
+def call_of(text, format):
+    return ToolCall("search", {"query": text}), render(
+        [ToolCall("search", {"query": text})], format
+    )
+
+
+@each_format
+@pytest.mark.parametrize(
+    "argument",
+    ["</think>", "<think>", "<think>x</think>", "a </think> b <think>", "</think></think>"],
+)
+def test_tags_of_thinking_inside_an_argument_are_its_text(format, argument):
+    """Pitfall 40."""
+    call, text = call_of(argument, format)
+    thought = render([ToolCall("search", {"query": "other"})], format)
+    assert parse_spoken(text, format) == [call]
+    assert parse_spoken(f"<think>{thought}</think>{text}", format) == [call]
+    assert parse_spoken(f"so {thought}?</think>{text}", format) == [call]
+    assert parse_spoken(f"{text}\n<think>{thought}</think>", format) == [call]
+    assert parse_spoken(f"{text}<think>{thought}", format) == [call]
+    assert parse_spoken(f"{text}{text}", format) == [call, call]
+
+
+@each_format
+def test_a_call_inside_of_thinking_is_none(format):
+    call, text = call_of("x", format)
+    _, tagged = call_of("</think>", format)
+    for thinking in (
+        f"<think>{text}",
+        f"<think>{text}</think>",
+        f"{text}</think>",
+        f"{tagged}</think>",
+    ):
+        assert parse_spoken(thinking, format) == []
+    assert parse_spoken(f"<think>a</think><think>{text}</think>{text}", format) == [call]
+    assert parse_spoken(f"<think>{tagged}</think>{text}", format) == [call]
+    # A call that cannot be read hides no tag: this is a thought about how calls are written.
+    assert parse_spoken(f"I open with <tool_call> then.</think>{text}", format) == [call]
+    (bad,) = parse_spoken("<tool_call>{ <think>", format)
+    assert isinstance(bad, Malformed)
+
+
+@each_format
+@settings(deadline=None, max_examples=60)
+@given(
+    pieces=st.lists(
+        st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "x", "CALL"]),
+        max_size=7,
+    )
+)
+def test_spoken_calls_are_some_of_all_and_all_without_thinking(format, pieces):
+    _, text = call_of("y", format)
+    whole = "".join(text if piece == "CALL" else piece for piece in pieces)
+    spoken, everything = parse_spoken(whole, format), parse(whole, format)
+    assert len(spoken) <= len(everything)
+    if "think>" not in whole:
+        assert spoken == everything
+    opened, ended = pieces[:1] == ["<think>"], pieces[-1:] == ["</think>"]
+    if (opened and "</think>" not in pieces) or (ended and "<think>" not in pieces):
+        assert spoken == []
 
 
 def test_errors_name_the_value_and_the_way_out():

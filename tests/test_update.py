@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import FAMILIES, make_params
 from random_trajectories import VOCAB, make_forest
 
 from focus.learner import losses, scoring, sharding, state, update
 from focus.learner.packing import pack_trajectories
-from focus.policy import transformer
+from focus.policy import lora, transformer
+from focus.policy import model as models
 
 CONFIG = transformer.ModelConfig(
     vocab_size=VOCAB,
@@ -300,6 +302,34 @@ def test_rows_are_shuffled_by_seed_and_step_alone():
     assert len(order(0, many)) == 7
 
 
+def decayed_names(axes):
+    flags = jax.tree_util.tree_leaves_with_path(state.decays(axes))
+    return {sharding.path_name(path) for path, decayed in flags if decayed}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_pitfall_33_vectors_do_not_decay_whatever_their_rank_in_the_stack(family):
+    """At zero gradient matrices shrink; norms, biases, rates and offsets of memories stay."""
+    config = FAMILIES[family]
+    setting = state.OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    optimizer = state.make_optimizer(setting, models.logical_axes(config))
+    params = make_params(config)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
+    vectors = ("norm", "bias", "A_log")
+    for path, change in jax.tree_util.tree_leaves_with_path(updates):
+        name = sharding.path_name(path)
+        assert np.any(change != 0) != name.endswith(vectors), name
+    assert family != "qwen3_5" or updates["linear_layers"]["A_log"].ndim == 2
+
+
+def test_pitfall_33_adapters_are_matrices():
+    config, setting = FAMILIES["qwen3_5"], lora.LoraConfig(rank=2, targets=("in_proj_a", "q_proj"))
+    names = decayed_names(lora.adapter_axes(config, setting))
+    assert len(names) == 4  # two factors of each
+
+
 def test_optimizer_warms_up_clips_and_decays_matrices_only():
     config = state.OptimizerConfig(
         learning_rate=1.0, schedule="cosine", warmup_steps=2, total_steps=10, final_fraction=0.1
@@ -311,16 +341,15 @@ def test_optimizer_warms_up_clips_and_decays_matrices_only():
     schedule = state.make_schedule(dataclasses.replace(config, schedule="wsd", total_steps=11))
     want = [0.5, 1, 1, 0.55, 0.1, 0.1]  # the last third begins at step 7
     np.testing.assert_allclose([schedule(i) for i in (1, 2, 7, 9, 11, 99)], want, atol=1e-6)
-    params = jax.eval_shape(INIT, jax.random.key(0))
-    decayed = {
-        sharding.path_name(p)
-        for p, d in jax.tree_util.tree_leaves_with_path(state.decays(params))
-        if d
-    }
+    decayed = decayed_names(models.logical_axes(CONFIG))
     assert decayed == {"embed"} | {
         f"layers/{n}_proj" for n in ("q", "k", "v", "o", "gate", "up", "down")
     }
-    optimizer = state.make_optimizer(state.OptimizerConfig(learning_rate=0.1, weight_decay=0.5))
+    decaying = state.OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    axes = {"w_proj": ("embed", "mlp"), "attn_norm": ("layers", "embed")}
+    optimizer = state.make_optimizer(decaying, axes)
+    with pytest.raises(ValueError, match=r"weight_decay 0.5 .* pass the logical axes"):
+        state.make_optimizer(decaying)
     params = {"w_proj": jnp.ones((2, 2)), "attn_norm": jnp.ones((2, 2))}
     updates, _ = optimizer.update(
         jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params

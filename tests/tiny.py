@@ -61,7 +61,7 @@ def get_config(method: str = "focus") -> ml_collections.ConfigDict:
         c.context.update(limit=56, citations=(1, 5))
         c.warm_start.steps = 600
         c.rollout.update(max_summary_tokens=32, group_size=4)
-    c.critic.update(capacity=512, evidence_bucket=256, warmup_steps=0)
+    c.critic.update(capacity=512, evidence_bucket=256, pretrain_episodes=100, pretrain_epochs=2)
     c.learner.update(micro_rows=4, row_length=192, row_buckets=(32, 64, 128, 256), state_bucket=64)
     c.evaluate.update(every=3, num_tasks=8)
     c.checkpoint.every = 1

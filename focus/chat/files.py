@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from focus.chat.tokens import CHAT_FORMATS
+from focus.chat.tokens import CHAT_FORMATS, ROLES, ChatFormat
 
 # Names of `tokenizer_config.json` that templates may read as variables.
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -53,6 +53,22 @@ def read_template(directory: Path, config: Mapping[str, Any]) -> str:
             f'{sorted(CHAT_FORMATS)}, into chat_format.json there, as {{"name": "chatml"}}'
         )
     return template
+
+
+def template_of(layout: ChatFormat) -> str:
+    """One of our layouts as a chat template of Hugging Face.
+
+    A template cannot keep a message's text from becoming special tokens; see `Chat`.
+    """
+    starts = {role: layout.markers[role] + layout.headers[role] for role in ROLES}
+    close = json.dumps(layout.end_of_turn + layout.separator)
+    return (
+        f"{{% set starts = {json.dumps(starts)} %}}"
+        "{% for message in messages %}"
+        f"{{{{ starts[message['role']] + message['content'] + {close} }}}}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ starts['assistant'] }}{% endif %}"
+    )
 
 
 def read_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -29,6 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _END_OF_THINKING = "<think>", "</think>"
+_MARK = re.compile("|".join(map(re.escape, (OPEN, _THINK, _END_OF_THINKING))))
 _SPACE = re.compile(r"\s*")
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?")
@@ -69,27 +71,51 @@ def parse(text: str, format: str) -> list[ToolCall | Malformed]:
     A call must be closed: one that was cut by its length never runs with half its arguments.
 
     Args:
-      text: what the policy wrote. If calls inside its thinking must not run, give the text
-        after the thinking only.
+      text: what the policy wrote; see `parse_spoken` for a policy that thinks.
       format: "hermes" or "qwen".
 
     Raises:
       ValueError: unknown format. Never because of `text`.
     """
-    read = _layout(format).read
+    layout = _layout(format)
     found: list[ToolCall | Malformed] = []
     start = text.find(OPEN)
     while start >= 0:
-        body = start + len(OPEN)
-        try:
-            call, end = read(text, body)
-            end = _closed(text, end)
-        except _BadCallError as error:
-            end = _end_of_bad_call(text, body)
-            found.append(Malformed(text[start:end], str(error)))
-        else:
-            found.append(call)
+        call, end = _read_call(layout, text, start)
+        found.append(call)
         start = text.find(OPEN, end)
+    return found
+
+
+def parse_spoken(text: str, format: str) -> list[ToolCall | Malformed]:
+    """As `parse`, without the calls that the policy only thinks of.
+
+    A call inside `<think>` ... `</think>` is none, and so is everything before a `</think>` that
+    nothing has opened: a chat template may open the thinking in the prompt. Thinking that never
+    ends goes on to the end of the text. Inside of a call that can be read both tags are text like
+    any other: a policy that searches for "</think>" has not stopped to think.
+
+    Args:
+      text: what the policy wrote.
+      format: "hermes" or "qwen".
+
+    Raises:
+      ValueError: unknown format. Never because of `text`.
+    """
+    layout = _layout(format)
+    found: list[ToolCall | Malformed] = []
+    at = 0
+    while mark := _MARK.search(text, at):
+        at = mark.end()
+        if mark[0] == OPEN:
+            call, end = _read_call(layout, text, mark.start())
+            found.append(call)
+            at = end if isinstance(call, ToolCall) else at
+        elif mark[0] == _THINK:
+            end = text.find(_END_OF_THINKING, at)
+            at = len(text) if end < 0 else end + len(_END_OF_THINKING)
+        else:
+            found.clear()
     return found
 
 
@@ -129,6 +155,17 @@ def render_responses(contents: Sequence[str], format: str) -> str:
 
 class _BadCallError(Exception):
     """Why a call cannot be read."""
+
+
+def _read_call(layout: _Layout, text: str, start: int) -> tuple[ToolCall | Malformed, int]:
+    """The call whose opening tag stands at `start`, and where it ends."""
+    body = start + len(OPEN)
+    try:
+        call, end = layout.read(text, body)
+        return call, _closed(text, end)
+    except _BadCallError as error:
+        end = _end_of_bad_call(text, body)
+        return Malformed(text[start:end], str(error)), end
 
 
 def _closed(text: str, at: int) -> int:

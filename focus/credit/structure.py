@@ -73,6 +73,12 @@ def _unit_features(scales: CovarianceScales, rollouts: int, states: int) -> Arra
     return jnp.concatenate([task, common, first, own.reshape(rollouts, states, -1)], axis=2)
 
 
+def prior_variance(scales: CovarianceScales, ensemble_variance: Array, spread: Array) -> Array:
+    """Variance of a state's error before any evidence of the step; elementwise."""
+    shares = scales.task + scales.episode + scales.state
+    return scales.ensemble * ensemble_variance + shares * spread
+
+
 def structured_errors(scales: CovarianceScales, ensemble: Array, spread: Array) -> ErrorFeatures:
     """Error features of a step's base rollouts, tasks as blocks.
 

@@ -45,6 +45,32 @@ def find_stop_string(
     return None
 
 
+def find_stop(
+    output: Sequence[int],
+    known: int,
+    stop_ids: Collection[int],
+    strings: Sequence[str],
+    text_of: TextOf,
+) -> tuple[int, int | str] | None:
+    """Finds the end of a completion: its first stop token or string, whichever comes first.
+
+    Args:
+      output: sampled tokens, possibly some behind that end.
+      known: how many of them were searched before.
+      stop_ids: tokens that end a completion.
+      strings: texts that end one.
+      text_of: token ids to text.
+
+    Returns:
+      `(tokens to keep, token or string)`, or None.
+    """
+    end = next((i for i in range(known, len(output)) if output[i] in stop_ids), None)
+    match = find_stop_string(output[:end], known, strings, text_of)
+    if match is not None or end is None:
+        return match
+    return end + 1, output[end]
+
+
 @dataclasses.dataclass(eq=False)
 class Completion:
     """A request and its tokens; waiting while `row` is None, running after.
@@ -89,10 +115,10 @@ class Completion:
         return self.request.sampling.top_p < 1 or self.request.sampling.top_k != -1
 
     def receive(self, tokens: np.ndarray, logp: np.ndarray, text_of: TextOf) -> FinishReason | None:
-        """Takes new tokens; drops those behind the token that completed a stop string.
+        """Takes new tokens; drops those behind the token that ended the completion.
 
         Args:
-          tokens: [n] int32 sampled tokens, none behind a stop token.
+          tokens: [n] int32 sampled tokens.
           logp: [n] float32.
           text_of: token ids to text.
 
@@ -102,14 +128,12 @@ class Completion:
         known = len(self.output)
         self.output.extend(tokens.tolist())
         self.logp.extend(logp.tolist())
-        sayable = self.output[: spoken(self.output, self.stop_ids)]
-        match = find_stop_string(sayable, known, self.request.sampling.stop, text_of)
-        if match is not None:
-            keep, matched = match
+        strings = self.request.sampling.stop
+        stop = find_stop(self.output, known, self.stop_ids, strings, text_of)
+        if stop is not None:
+            keep, matched = stop
             del self.output[keep:], self.logp[keep:]
             return FinishReason("stop", matched=matched)
-        if self.output[-1] in self.stop_ids:
-            return FinishReason("stop", matched=self.output[-1])
         if len(self.output) == self.budget:
             return FinishReason("length", length=self.budget)
         return None

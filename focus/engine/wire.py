@@ -235,8 +235,8 @@ def _finish(
     kind = fields["type"]
     if kind == "stop":
         matched = fields.get("matched")
-        if isinstance(matched, int) and not (output and output[-1] == matched):
-            raise BadReply(f"request {request.rid}: stopped by token {matched}, which is not last")
+        if isinstance(matched, int) and matched not in output:
+            raise BadReply(f"request {request.rid}: stopped by token {matched}, which it lacks")
         if isinstance(matched, str) and matched not in request.sampling.stop:
             raise BadReply(f"request {request.rid}: stopped by {matched!r}, which was not asked")
         return FinishReason("stop", matched=matched)

@@ -49,6 +49,23 @@ _TENSORS = {
     "down_proj": "ffn_down.weight",
 }
 
+# Fields of an architecture that are read; a file has the first eight.
+_FIELDS = (
+    "embedding_length",
+    "feed_forward_length",
+    "block_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "context_length",
+    "rope.freq_base",
+    "attention.layer_norm_rms_epsilon",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "vocab_size",
+)
+
 # Kinds of token in `tokenizer.ggml.token_type`; ids of the others fill the vocabulary up.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -147,20 +164,13 @@ def _config(fields: Mapping[str, Any], tensor_names: set[str]) -> ModelConfig:
         )
     d, d_ff, layers, heads, kv_heads, context, theta, eps, tokens = _require(
         fields,
-        *(
-            f"{architecture}.{name}"
-            for name in (
-                "embedding_length",
-                "feed_forward_length",
-                "block_count",
-                "attention.head_count",
-                "attention.head_count_kv",
-                "context_length",
-                "rope.freq_base",
-                "attention.layer_norm_rms_epsilon",
-            )
-        ),
+        *(f"{architecture}.{name}" for name in _FIELDS[:8]),
         "tokenizer.ggml.tokens",
+    )
+    hf_config.check_known(
+        {name: value for name, value in fields.items() if name.startswith(f"{architecture}.")},
+        {f"{architecture}.{name}" for name in _FIELDS},
+        "the file",
     )
     scaling = fields.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in tensor_names:

@@ -28,12 +28,15 @@ import safetensors
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from focus.chat import files as chat_files
 from focus.formats import hf_config
 from focus.formats.hf_config import DTYPES, Tensor, check_dtype
 
 Params = dict[str, Any]
 
 MAX_FILE_BYTES = 4 * 2**30
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 4096  # of a tensor that is compared with another, at a time
 _DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -53,7 +56,8 @@ def load_checkpoint(
 
     Raises:
       ValueError: the architecture or a feature of it is unknown, tensors are missing, left over
-        or of another shape, or a file is damaged. Nothing has been allocated then.
+        or of another shape, a head beside tied embeddings differs from them, or a file is
+        damaged. Nothing has been allocated then.
     """
     check_dtype(dtype)
     path = Path(path)
@@ -62,6 +66,8 @@ def load_checkpoint(
     with contextlib.ExitStack() as stack:
         files = _our_names(path, config, _open_files(path, stack))
         _check_tensors(path, config, tensors, files)
+        if config.tie_embeddings and _HEAD in files:
+            _check_tied(path, files)
         target = np.dtype(DTYPES[dtype])
         params = {
             name: _load(parts, files, target, _sharding_of(shardings, name))
@@ -143,15 +149,24 @@ def save_checkpoint(
 def save_tokenizer(path: str | Path, chat: Any) -> None:
     """Writes a tokenizer beside a model, as transformers and SGLang read it.
 
+    A chat in a layout of ours comes with what says the same in Hugging Face's words: a chat
+    template, and the tokens that end a turn and fill rows.
+
     Args:
       path: directory of a model.
-      chat: anything with `save`, which writes `tokenizer.json`.
+      chat: `focus.chat.tokens.Chat` or anything with its `save`, which writes `tokenizer.json`.
     """
     path = Path(path)
     chat.save(path)
     config = path / "tokenizer_config.json"
-    fields = {
-        **(json.loads(config.read_text()) if config.is_file() else {}),
+    fields = json.loads(config.read_text()) if config.is_file() else {}
+    layout = getattr(chat, "format", None)
+    if layout is not None:
+        fields |= {"eos_token": layout.end_of_turn, "pad_token": layout.pad}
+        ids = {"eos_token_id": list(chat.stop_token_ids), "pad_token_id": chat.pad_id}
+        _write_text(path / "chat_template.jinja", chat_files.template_of(layout))
+        _write_text(path / "generation_config.json", json.dumps(ids, indent=2) + "\n")
+    fields |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,  # decoding must not move a character
     }
@@ -231,6 +246,25 @@ def _check_tensors(
                 f"{name} in {path} is stored as {code}; readable are "
                 f"{sorted(_DTYPE_CODES.values())}, quantised models have to be dequantised first"
             )
+
+
+def _check_tied(path: Path, files: Mapping[str, Any]) -> None:
+    """A head beside tied embeddings has to be a copy of them."""
+    embed, head = files[_EMBED], files[_HEAD]
+    rows = embed.get_shape()[0]
+
+    def part(tensor, at):
+        return tensor[at : min(at + _ROWS, rows)].astype(np.float32)
+
+    same = embed.get_shape() == head.get_shape() and all(
+        np.array_equal(part(embed, at), part(head, at)) for at in range(0, rows, _ROWS)
+    )
+    if not same:
+        raise ValueError(
+            f"{_HEAD} in {path} differs from {_EMBED}, and config.json says tie_word_embeddings: "
+            "the model has a head of its own; set tie_word_embeddings to false, or take the "
+            "tensor out of the file"
+        )
 
 
 def _load(parts: Sequence[Tensor], files: Mapping, dtype: np.dtype, sharding: Any) -> jax.Array:

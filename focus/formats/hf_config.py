@@ -1,14 +1,15 @@
 """What Hugging Face calls things: `config.json` of every family, and names of tensors.
 
 A family is three functions: fields of config.json to our config, back, and the
-list of tensors. A feature that no family here computes is refused by name, never ignored.
+list of tensors. A feature that no family here computes is refused by name, never ignored; so is a
+field that nobody here has heard of, unless it is off, and one that is given twice and differently.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -31,6 +32,27 @@ _ARCHITECTURES = {
 }
 
 _LLAMA3_NAMES = ("factor", "low_freq_factor", "high_freq_factor")
+
+# Fields that do not change what a model computes: who wrote the file, how it was trained and is
+# sampled from, what else libraries return.
+_NOTES = frozenset(
+    """_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures
+    attention_dropout auto_map bos_token_id chunk_size_feed_forward do_sample dtype eos_token_id
+    finetuning_task id2label initializer_range is_llama_config label2id language_model_only
+    max_length max_new_tokens model_type output_attentions output_hidden_states pad_token_id
+    pretraining_tp problem_type quantization_config repetition_penalty return_dict
+    task_specific_params temperature tokenizer_class top_k top_p torch_dtype transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_cache""".split()
+)
+_SHARED = frozenset(
+    """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types
+    max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+    partial_rotary_factor rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings
+    vocab_size""".split()
+)
+_SLIDING = frozenset({"max_window_layers", "sliding_window", "use_sliding_window"})
+_DENSE_KNOWN = _NOTES | _SHARED | {"mlp_bias"}
+_ROPE_KNOWN = frozenset({"partial_rotary_factor", "rope_theta", "rope_type", "type"})
 
 # Parts of Qwen3.5 exports that the text model does without.
 _IGNORED_HYBRID = (r"mtp\..*", r"(model\.)?visual\..*")
@@ -146,33 +168,87 @@ def _refuse(fields: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> Non
         raise ValueError(f"{name} = {value!r} is not supported; known: {list(allowed)}")
 
 
-def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3 | None]:
-    """Base and scaling of rotary embeddings, of the older and the newer spelling."""
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", fields.get("rope_theta"))
-    if theta is None:
+def check_known(fields: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Refuses fields that may change what a model computes in a way that is not known here.
+
+    Args:
+      fields: of a file.
+      known: names of those that are read, or are known to change nothing.
+      where: what to call the file.
+
+    Raises:
+      ValueError: names the others, but those that are off: None, False or empty.
+    """
+    unknown = {
+        name: value
+        for name, value in fields.items()
+        if name not in known and not (value is None or value is False or value in ("", [], {}))
+    }
+    if unknown:
+        raise ValueError(
+            f"{where} has fields that are not understood: "
+            + ", ".join(f"{name} = {value!r}" for name, value in sorted(unknown.items()))
+            + "; they may change what the model computes. Take out those that do not"
+        )
+
+
+def _agreed(name: str, *values: Any) -> Any:
+    """The value that a field has wherever it is given; None where it is not."""
+    given = [value for value in values if value is not None]
+    for value in given[1:]:
+        if value != given[0]:
+            raise ValueError(
+                f"{name} is given twice and differently, {given[0]!r} and {value!r}; leave the one "
+                "that the model was trained with"
+            )
+    return given[0] if given else None
+
+
+def _rope_fields(fields: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """What is said of rotary embeddings, in the older and the newer spelling and beside both.
+
+    `rope_type` is always there.
+    """
+    parts = [dict(fields.get(name) or {}) for name in ("rope_parameters", "rope_scaling")]
+    for part in parts:
+        if "type" in part:
+            part["rope_type"] = _agreed("rope_type", part.pop("type"), part.get("rope_type"))
+    parts.append({name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")})
+    names = dict.fromkeys(name for part in parts for name in part)
+    rope = {name: _agreed(name, *(part.get(name) for part in parts)) for name in names}
+    rope["rope_type"] = rope.get("rope_type") or "default"
+    check_known(rope, known, "rope_parameters")
+    if rope["rope_theta"] is None:
         raise ValueError("config.json lacks rope_theta; export the model again")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _rope(fields: Mapping[str, Any]) -> tuple[float, Llama3 | None]:
+    """Base and scaling of rotary embeddings."""
+    llama3 = (*_LLAMA3_NAMES, "original_max_position_embeddings")
+    rope = _rope_fields(fields, {*_ROPE_KNOWN, *llama3, "mrope_section"})
+    theta, kind = rope["rope_theta"], rope["rope_type"]
     if "mrope_section" in rope:
         raise ValueError("multimodal rotary embeddings (mrope_section) are not supported")
-    _refuse(rope, "partial_rotary_factor", (1.0,))
+    _refuse(rope, "partial_rotary_factor", (1.0, None))
     if kind == "default":
+        check_known(rope, _ROPE_KNOWN, "rope_parameters of rope_type 'default'")
         return float(theta), None
     if kind == "llama3":
-        values = _require(rope, *_LLAMA3_NAMES, "original_max_position_embeddings")
+        values = _require(rope, *llama3)
         return float(theta), (*map(float, values[:3]), int(values[3]))
     raise ValueError(f"rope_type {kind!r} is not supported; known: default, llama3")
 
 
 def _dense_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     model_type = fields["model_type"]
+    sliding = frozenset() if model_type == "llama" else _SLIDING
     _refuse(fields, "hidden_act", ("silu",))
     _refuse(fields, "use_sliding_window", (False, None))
-    if "sliding_attention" in (fields.get("layer_types") or ()):
-        raise ValueError("layer_types with sliding_attention are not supported")
     if model_type != "qwen2":
         _refuse(fields, "attention_bias", (False, None))
     _refuse(fields, "mlp_bias", (False, None))
+    check_known(fields, _DENSE_KNOWN | sliding, "config.json")
     vocab, d, ff, layers, heads, context, eps = _require(
         fields,
         "vocab_size",
@@ -183,6 +259,9 @@ def _dense_from_json(fields: Mapping[str, Any]) -> ModelConfig:
         "max_position_embeddings",
         "rms_norm_eps",
     )
+    types = fields.get("layer_types")
+    if types is not None and types != ["full_attention"] * layers:
+        raise ValueError(f"layer_types = {types} is not supported; known: full_attention in all")
     kv_heads = fields.get("num_key_value_heads")
     if kv_heads is None and model_type == "llama":
         kv_heads = heads  # files older than grouped heads
@@ -285,6 +364,11 @@ def _dense_tensors(config: ModelConfig) -> list[Tensor]:
     return [top.pop("embed"), *layers, *top.values()]
 
 
+# Of the towers and the head for several tokens, which the text model does without.
+_BESIDE_TEXT = frozenset(
+    """text_config vision_config image_token_id video_token_id vision_start_token_id
+    vision_end_token_id""".split()
+)
 # Fields of ours and of config.json that mean the same.
 _HYBRID_FIELDS = {
     "vocab_size": "vocab_size",
@@ -303,6 +387,14 @@ _HYBRID_FIELDS = {
     "conv_width": "linear_conv_kernel_dim",
 }
 
+_HYBRID_KNOWN = (
+    _NOTES
+    | _SHARED
+    | set(_HYBRID_FIELDS.values())
+    | {"attn_output_gate", "full_attention_interval", "mamba_ssm_dtype"}
+    | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}  # that head is not read
+)
+
 
 def _layer_types(num_layers: int, interval: int) -> list[str]:
     return [
@@ -311,17 +403,23 @@ def _layer_types(num_layers: int, interval: int) -> list[str]:
 
 
 def _hybrid_from_json(fields: Mapping[str, Any]) -> Qwen3_5Config:
-    tied = fields.get("tie_word_embeddings", False)
+    tied = fields.get("tie_word_embeddings")
     if fields["model_type"] == "qwen3_5":
+        check_known(fields, _NOTES | _BESIDE_TEXT | {"tie_word_embeddings"}, "config.json")
         (fields,) = _require(fields, "text_config")
-        tied = fields.get("tie_word_embeddings", tied)
+        tied = _agreed("tie_word_embeddings", tied, fields.get("tie_word_embeddings"))
     _refuse(fields, "hidden_act", ("silu",))
     _refuse(fields, "attention_bias", (False, None))
-    rope, types = _require(fields, "rope_parameters", "layer_types")
-    # `mrope_section` says how positions of images are mixed; those of text are all the same.
+    _refuse(fields, "attn_output_gate", (True, None))
+    _refuse(fields, "mamba_ssm_dtype", ("float32", None))
+    check_known(fields, _HYBRID_KNOWN, "config.json")
+    _, types = _require(fields, "rope_parameters", "layer_types")
+    # How positions of images are mixed: those of text are all the same.
+    rope = _rope_fields(fields, _ROPE_KNOWN | {"mrope_section", "mrope_interleaved"})
     _refuse(rope, "rope_type", ("default",))
     theta, fraction = _require(rope, "rope_theta", "partial_rotary_factor")
     interval = types.index("full_attention") + 1 if "full_attention" in types else 0
+    _agreed("full_attention_interval", interval, fields.get("full_attention_interval"))
     if not interval or types != _layer_types(len(types), interval):
         raise ValueError(
             f"layer_types = {types} is not supported; known: full_attention in every n-th layer"

@@ -59,6 +59,15 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Fields that do not: how it was trained, for what, and on which files.
+_NOTES = frozenset(
+    """auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
+    exclude_modules inference_mode layers_pattern layers_to_transform loftq_config lora_alpha
+    lora_dropout lora_ga_config megatron_config megatron_core peft_version qalora_group_size r
+    revision target_modules task_type velora_config""".split()
+)
+
+
 def save_adapter(
     path: str | Path,
     config: models.Config,
@@ -201,6 +210,7 @@ def _read_config(path: Path) -> tuple[int, float]:
                 f"{path}: {name} = {value!r} is not supported; known: {list(allowed)}. Merge such "
                 "an adapter into its base with PEFT and load the result as a model"
             )
+    hf_config.check_known(fields, _NOTES.union(_SUPPORTED), str(path))
     missing = [name for name in ("r", "lora_alpha") if fields.get(name) is None]
     if missing:
         raise ValueError(f"{path} lacks {missing}; export the adapter again")

@@ -298,9 +298,12 @@ def regime(
 
 
 def error_reduction(table: Table, rules: Mapping[str, str]) -> list[Record]:
-    """By how much branches lowered the exact error of the values, per 1,000 tokens of branches.
+    """By how much branches lowered the error of the values, per 1,000 of their tokens.
 
-    Of every arm that branched: the sum over all steps, divided by the tokens of its branches.
+    Of every arm that branched, over all steps, weighted by what each step spent on branches:
+    what happened (`reduction`, against exact values) and what the belief had expected
+    (`expected`), and `residual_variance`, the mean squared standardised residual of branch means:
+    1 if the belief's variances are honest.
 
     Args:
       table: cells.
@@ -310,19 +313,17 @@ def error_reduction(table: Table, rules: Mapping[str, str]) -> list[Record]:
     for world in table.worlds:
         for arm in table.arms:
             fields = table[world, arm].curves
-            if "error_before" not in fields:
-                continue
-            gain = fields["error_before"].astype(np.float64) - fields["error_after"]
-            spent = np.sum(fields["branch_tokens"], axis=1, dtype=np.float64)
+            spent = fields["branch_tokens"].astype(np.float64)
             if not np.any(spent):
                 continue
-            found = interval(statistics.mean_ratio, 1000 * np.sum(gain, axis=1), spent)
-            rows.append(
-                {
-                    "world": world,
-                    "arm": arm,
-                    "rule": rules.get(arm, "none"),
-                    **estimate_fields("reduction", found),
-                }
-            )
+            total = np.sum(spent, axis=1)
+            row = {"world": world, "arm": arm, "rule": rules.get(arm, "")}
+            for name, field in (
+                ("reduction", "error_reduction"),
+                ("expected", "expected_reduction"),
+                ("residual_variance", "residual_variance"),
+            ):
+                weighted = np.sum(spent * fields[field], axis=1)
+                row |= estimate_fields(name, interval(statistics.mean_ratio, weighted, total))
+            rows.append(row)
     return rows

@@ -1,234 +1,337 @@
-"""One batch of a world with everything that an estimator could read of it, and what is true.
+"""One step's rollouts of a policy with every channel that a world can feed, and the truth.
 
-What a run fills from its rollouts (`focus.learner.signals`) is filled here from arrays, with the
-same meaning. Left out is what nobody has in a world: judges, reward models, embeddings, teachers,
-replaced actions, what a summary cites.
+What the league reads. The critics (of states and of actions) are counts, learned from earlier
+rollouts of the same policy. Nothing here knows exact values but `Collected.truth`: what needs a
+teacher, a judge of text, an expert or a counterfactual stays None.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from focus.lab import critic, exact
 from focus.lab.arms import Arm
 from focus.lab.loop import (
     Rollouts,
-    Sizes,
     action_probs,
+    any_world,
     collect_rollouts,
     credit_batch,
+    sizes_of,
     states_of,
 )
-from focus.lab.play import play, take_state
+from focus.lab.play import Episodes, play, take_state
 from focus.lab.world import ANSWER, CALL, SUMMARY, World
 from focus.types import Array, CreditBatch
-
-# Episodes of the same policy that the critic has learnt from before.
-CRITIC_EPISODES = 400
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """A batch and the truth about it. Letters: B rows, S segments.
+    """A batch, and what is true of it. Base rows first, then branches.
 
     Attributes:
-      batch: what estimators read.
-      truth: [B, S] exact advantage of each action in its state.
-      state_action: [B, S] int32 in [0, T N A).
-      policy_row: [B, S] int32.
-      action: [B, S] int32.
-      segment_tokens: [B, S] int32 tokens of each action, 0 where nothing was played.
-      tokens: scalar, generated in all.
+      batch: the channels.
+      episodes: what was played; a segment is one action.
+      policy_row: [B, S] int32 of each state.
+      truth: [B, S] exact advantage of each action, 0 where none was played.
+      num_base: rows of base rollouts.
+      sizes: T, N and A of the world.
     """
 
     batch: CreditBatch
-    truth: Array
-    state_action: Array
+    episodes: Episodes
     policy_row: Array
-    action: Array
-    segment_tokens: Array
-    tokens: Array
+    truth: Array
+    num_base: int = dataclasses.field(metadata={"static": True})
+    sizes: tuple[int, int, int] = dataclasses.field(metadata={"static": True})
 
 
-def collect(world: World, policy: Array, key: Array, *, arm: Arm, sizes: Sizes) -> Collected:
-    """Plays a step of an arm and fills every channel that its rollouts can.
+def make_collect(
+    world_name: str,
+    world_options: Mapping[str, Any],
+    arm: Arm,
+    *,
+    tokens_per_step: int,
+    history_steps: int = 4,
+) -> Callable[[World, Array, Array], Collected]:
+    """A function that plays a step of an arm; see `focus.lab.loop.make_run`.
 
     Args:
-      world: one world.
-      policy: [R, A] probabilities.
-      key: a `jax.random.key`, consumed.
-      arm: whose base rollouts, branches and critic they are.
-      sizes: as from `focus.lab.loop.sizes_of`.
+      world_name: key of `WORLDS`.
+      world_options: of its builder, without `seed`.
+      arm: whose rollouts, branches and refined values the batch holds.
+      tokens_per_step: budget of the step.
+      history_steps: steps of base rollouts, of a whole budget each, that the critics have learned
+        from. They cost nothing here: all estimators read the same critics.
+
+    Returns:
+      `collect(world, policy, key) -> Collected`, pure, for one world; batch with `jax.vmap`.
+
+    Raises:
+      ValueError: unknown world or options, or a budget that holds no group of rollouts.
     """
-    task_key, warm_key, step_key = jax.random.split(key, 3)
-    order = jax.random.permutation(task_key, world.num_tasks)
-    tasks = order[jnp.arange(sizes.groups) % world.num_tasks].astype(jnp.int32)
-    earlier = jnp.arange(CRITIC_EPISODES, dtype=jnp.int32) % world.num_tasks
-    shown = play(
-        world, policy, earlier, jnp.zeros_like(earlier), world.start[earlier],
-        jnp.ones(earlier.size, bool), warm_key,
-    )  # fmt: skip
-    counts = critic.learn(critic.init_counts(world), world, shown, kept=1.0)
-    played = collect_rollouts(world, policy, counts, arm, sizes, tasks, arm.base_fraction, step_key)
-    batch = credit_batch(world, policy, arm, played)
-    layer, state = states_of(played.episodes)
-    action, mask = played.episodes.action, played.episodes.mask
-    here = jnp.minimum(layer, world.num_layers - 1)
-    return Collected(
-        batch=_with_channels(world, policy, batch, played),
-        truth=exact.values(world, policy).a[here, state, action],
-        state_action=((here * world.num_states) + state) * world.num_actions + action,
-        policy_row=take_state(world.policy_row, layer, state),
-        action=action,
-        segment_tokens=jnp.where(mask, played.episodes.tokens, 0),
-        tokens=jnp.sum(jnp.where(played.rows, played.episodes.cost, 0)),
-    )
+    if history_steps < 1:
+        raise ValueError(f"history_steps must be >= 1, got {history_steps}")
+    sizes = sizes_of(any_world(world_name, world_options), arm, tokens_per_step)
+    earlier = max(1, int(history_steps * sizes.base / arm.base_fraction))
+
+    def collect(world, policy, key):
+        task_key, history_key, key = jax.random.split(key, 3)
+        order = jax.random.permutation(task_key, world.num_tasks)
+        # A world of few tasks is gone through again.
+        tasks = order[jnp.arange(sizes.groups) % world.num_tasks].astype(jnp.int32)
+        history = _play_tasks(world, policy, order[jnp.arange(earlier) % order.size], history_key)
+        counts = critic.learn(critic.init_counts(world), world, history, kept=1.0)
+        played = collect_rollouts(world, policy, counts, arm, sizes, tasks, arm.base_fraction, key)
+        batch = credit_batch(world, policy, arm, played)
+        batch = dataclasses.replace(
+            batch,
+            row_mask=played.rows,
+            **_values(world, arm, counts, history, played, batch),
+            **_keys(world, played),
+            **_scores(world, policy, played.episodes),
+            **_kinds(world, played.episodes),
+            **_trees(world, policy, played, sizes.base),
+            **_cuts(batch),
+            # A first step: no task was there before, and none has earlier scores.
+            progress=jnp.float32(0.0),
+            hist_score=jnp.zeros(1),
+            hist_group=jnp.full(1, -1, jnp.int32),
+            is_revisit=jnp.zeros(played.rows.size, bool),
+        )
+        layer, state = states_of(played.episodes)
+        true = take_state(exact.values(world, policy).a, layer, state)
+        true = jnp.take_along_axis(true, played.episodes.action[..., None], axis=-1)[..., 0]
+        return Collected(
+            batch=batch,
+            episodes=played.episodes,
+            policy_row=take_state(world.policy_row, layer, state),
+            truth=jnp.where(played.episodes.mask, true, 0.0),
+            num_base=sizes.base,
+            sizes=(world.num_layers, world.num_states, world.num_actions),
+        )
+
+    return collect
 
 
-def _compact(ids: Array, mask: Array) -> Array:
-    """Ids numbered from 0 within the batch, -1 where there is none."""
-    flat = jnp.where(mask, ids, -1).reshape(-1)
-    _, dense = jnp.unique(flat, return_inverse=True, size=flat.size, fill_value=-2)
-    ranks = dense.reshape(ids.shape).astype(jnp.int32)
-    # Absent entries are the smallest value; where there are some, they have taken number 0.
-    first = jnp.any(~mask).astype(jnp.int32)
-    return jnp.where(mask, ranks - first, -1)
+def _play_tasks(world: World, policy: Array, task: Array, key: Array) -> Episodes:
+    task = task.astype(jnp.int32)
+    start = jnp.zeros_like(task), world.start[task]
+    return play(world, policy, task, *start, jnp.ones(task.size, bool), key)
 
 
-def _with_channels(
-    world: World, policy: Array, batch: CreditBatch, played: Rollouts
-) -> CreditBatch:
-    """See the module."""
-    episodes, base = played.episodes, played.mean.shape[0]
-    mask, (rows, turns) = episodes.mask, episodes.mask.shape
+def _sight(world: World, episodes: Episodes) -> Array:
+    return take_state(world.seen, *states_of(episodes))
+
+
+def _action_values(
+    world: World, arm: Arm, history: Episodes, rows: Array, prior: Array, episodes: Episodes
+) -> Array:
+    """[B, S] values of actions where the critic sees them: counts around its value of the state."""
+    won = jnp.where(history.mask & rows[:, None], history.outcome[:, None], 0.0)
+    there = (history.mask & rows[:, None]).astype(jnp.float32)
+    counts = jnp.zeros((world.num_seen, world.num_actions, 2))
+    where = (_sight(world, history), history.action)
+    counts = counts.at[where].add(jnp.stack([there, won], axis=-1))
+    number, successes = jnp.moveaxis(counts[_sight(world, episodes), episodes.action], -1, 0)
+    return (successes + arm.weight * prior) / (number + arm.weight)
+
+
+def _values(
+    world: World,
+    arm: Arm,
+    counts: critic.Counts,
+    history: Episodes,
+    played: Rollouts,
+    batch: CreditBatch,
+) -> dict[str, Array]:
+    """Critics: of tokens, of actions, and their twins, which have seen every other rollout.
+
+    The score of a segment is what a process reward model that was trained on outcomes says: the
+    value of its action.
+    """
+    episodes = played.episodes
     layer, state = states_of(episodes)
-    probs = action_probs(world, policy, episodes)
+    look = {"look_weight": arm.look_weight, "weight": arm.weight}
+    everyone = jnp.ones(history.task.size, bool)
+    half = jnp.arange(history.task.size) % 2 == 0
+    twin = critic.learn(critic.init_counts(world), world, history.keep(half), kept=1.0)
+    value, _ = critic.belief(counts, world, layer, state, **look)
+    value2, _ = critic.belief(twin, world, layer, state, **look)
+    mask = episodes.mask
+    q = jnp.where(mask, _action_values(world, arm, history, everyone, value, episodes), 0.0)
+    q2 = jnp.where(mask, _action_values(world, arm, history, half, value2, episodes), 0.0)
+    values = batch.value if batch.value is not None else _padded(jnp.where(mask, value, 0.0))
+    return {
+        "value": values,
+        "token_value": values[:, :-1],
+        "v2": _padded(jnp.where(mask, value2, 0.0)),
+        "q": q,
+        "q2": q2,
+        "score": q,
+    }
+
+
+def _padded(x: Array) -> Array:
+    return jnp.pad(x, ((0, 0), (0, 1)))
+
+
+def _keys(world: World, played: Rollouts) -> dict[str, Array]:
+    """What is the same state, action or prefix: as far as can be seen, and within a task."""
+    episodes, mask = played.episodes, played.episodes.mask
+    sight = _sight(world, episodes)
+    goes_on = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
+    after = jnp.where(goes_on, jnp.roll(sight, -1, axis=1), world.num_seen)  # the end looks alike
+    both = jnp.stack([sight, jnp.where(mask, after, 0)])
+    both = both + (world.num_seen + 1) * played.group[:, None]
+    keys = _dense(both, jnp.stack([mask, mask]))
+    action = jnp.where(mask, episodes.action, -1)
+    looks = jax.nn.one_hot(world.look[sight], world.num_looks)
+    embedding = looks if world.features is None else world.features[sight]
+    distance = take_state(exact.goal_distance(world), episodes.layer[:, 1:], episodes.state[:, 1:])
+    won = ~goes_on & (episodes.outcome > 0.5)[:, None]
+    distance = jnp.where(goes_on, distance, jnp.where(won, 0.0, jnp.inf))
+    return {
+        "state_key": keys[0],
+        "next_state_key": keys[1],
+        "action_key": action,
+        "cluster": action[..., None],
+        "prefix_key": _prefixes(played),
+        "emb": jnp.where(mask[..., None], embedding, 0.0),
+        "dist_goal": jnp.where(mask, distance, jnp.inf),
+    }
+
+
+def _dense(ids: Array, mask: Array) -> Array:
+    """Whole numbers as ids from 0, -1 outside the mask."""
+    most = jnp.iinfo(ids.dtype).max
+    _, dense = jnp.unique(
+        jnp.where(mask, ids, most), return_inverse=True, size=ids.size, fill_value=most
+    )
+    return jnp.where(mask, dense.reshape(ids.shape), -1).astype(jnp.int32)
+
+
+def _prefixes(played: Rollouts) -> Array:
+    """[B, S + 1] ids of a task and all that came before a state; a branch goes on from its parent.
+
+    Histories are told apart by a 32-bit hash: two of a batch's thousands agree by chance about
+    once in a thousand batches.
+    """
+    episodes = played.episodes
+    base = played.mean.shape[0]
+
+    def mixed(h, x):
+        h = (h ^ x.astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+        return h ^ (h >> 15)
+
+    def along(first, rows):
+        def turn(h, x):
+            action, state = x
+            h = mixed(mixed(h, action + 1), state + 1)
+            return h, h
+
+        moves = episodes.action[rows].T, episodes.state[rows, 1:].T
+        _, later = jax.lax.scan(turn, first, moves)
+        return jnp.concatenate([first[None], later]).T
+
+    starts = mixed(jnp.full(played.group.shape, 7, jnp.uint32), played.group + 1)
+    whole = along(starts[:base], slice(None, base))
+    branches = along(whole[played.parent, played.segment], slice(base, None))
+    hashes = jnp.concatenate([whole, branches])
+    reached = jnp.pad(episodes.mask, ((0, 0), (1, 0)), constant_values=True)
+    return _dense((hashes >> 1).astype(jnp.int32), reached & played.rows[:, None])
+
+
+def _scores(world: World, policy: Array, episodes: Episodes) -> dict[str, Array]:
+    """Entropies, and log-probs under the reference, which is the world's first policy."""
+    probs, mask = action_probs(world, policy, episodes), episodes.mask
     entropy = -jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1)
     entropy = jnp.where(mask, entropy, 0.0)
-    kind = world.kind[jnp.minimum(layer, world.num_layers - 1), state, episodes.action]
-    first = jax.nn.softmax(world.logits)[take_state(world.policy_row, layer, state)]
-    ref_logp = jnp.log(jnp.take_along_axis(first, episodes.action[..., None], axis=-1)[..., 0])
-
-    # The end of an episode is a state like any other, the same for all of a task.
-    sight = take_state(world.seen, layer, state)
-    after = take_state(world.seen, episodes.layer[:, 1:], episodes.state[:, 1:])
-    goes_on = jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
-    after = jnp.where(goes_on, after, world.num_seen)
-    of_group = played.group[:, None] * (world.num_seen + 1)
-    both = jnp.stack([of_group + sight, of_group + after])
-    keys = _compact(both, jnp.broadcast_to(mask, both.shape))
-    action_key = _compact(played.group[:, None] * world.num_actions + episodes.action, mask)
-
-    fork, parent_row = jnp.full((2, rows), -1, jnp.int32)
-    fork = fork.at[base:].set(jnp.where(played.rows[base:], played.segment, -1))
-    parent_row = parent_row.at[base:].set(jnp.where(played.rows[base:], played.parent, -1))
-    distance = exact.goal_distance(world)[episodes.layer[:, 1:], episodes.state[:, 1:]]
-    won = episodes.outcome[:, None] > 0
-    extra = {
+    first = jax.nn.log_softmax(world.logits)[take_state(world.policy_row, *states_of(episodes))]
+    first = jnp.take_along_axis(first, episodes.action[..., None], axis=-1)[..., 0]
+    return {
         "entropy": entropy,
         "segment_entropy": entropy,
-        "ref_logp": jnp.where(mask, ref_logp, 0.0),
-        "token_value": played.values[:, :-1],
-        "valid": mask,
+        "ref_logp": jnp.where(mask, first, 0.0),
+    }
+
+
+def _kinds(world: World, episodes: Episodes) -> dict[str, Array]:
+    layer, state = states_of(episodes)
+    kind = world.kind[jnp.minimum(layer, world.num_layers - 1), state, episodes.action]
+    mask = episodes.mask
+    return {
         "is_call": mask & (kind == CALL),
         "is_answer": mask & (kind == ANSWER),
         "is_summary": mask & (kind == SUMMARY),
-        "state_key": keys[0],
-        "next_state_key": keys[1],
-        "action_key": action_key,
-        "cluster": action_key[..., None],
-        "dist_goal": jnp.where(
-            goes_on, distance, jnp.where(episodes.outcome[:, None] > 0, 0, jnp.inf)
-        ),
-        "parent_traj": parent_row,
-        "fork_segment": fork,
-        "progress": jnp.zeros(()),
-        # A first step: no earlier scores, and no task was there before.
-        "hist_score": jnp.zeros(1),
-        "hist_group": jnp.full(1, -1, jnp.int32),
-        "is_revisit": jnp.zeros(rows, bool),
-        "prefix_key": _prefixes(played, state, base),
-        **_tree(played, entropy),
+        "valid": mask,  # every action of a world can be carried out
     }
-    if batch.mc_mask is not None:
-        known = mask & batch.mc_mask.any(axis=2)
-        total = jnp.where(batch.mc_mask, batch.mc_return, 0.0).sum(axis=2)
-        extra |= {
-            "cut": jnp.broadcast_to(jnp.arange(turns, dtype=jnp.int32), mask.shape),
-            "cut_value": total / jnp.maximum(batch.mc_mask.sum(axis=2), 1),
-            "cut_mask": known,
-        }
-    if batch.value is None:
-        extra |= {"value": played.values, "value_variance": played.variance}
-    return dataclasses.replace(batch, **extra)
 
 
-def _prefixes(played: Rollouts, state: Array, base: int) -> Array:
-    """[B, S + 1] ids of a task and all that was done and met in it; branches go on from theirs."""
-    episodes = played.episodes
-
-    def mix(code, x):
-        """One round of a 32-bit multiplicative hash."""
-        code = (code ^ x.astype(jnp.uint32)) * np.uint32(0x9E3779B1)
-        return code ^ (code >> np.uint32(15))
-
-    def walk(start, rows):
-        def turn(code, x):
-            action, following, played = x
-            code = jnp.where(played, mix(mix(code, action + 1), following + 1), code)
-            return code, code
-
-        xs = (episodes.action[rows].T, episodes.state[rows, 1:].T, episodes.mask[rows].T)
-        _, codes = jax.lax.scan(turn, start, xs)
-        return jnp.concatenate([start[:, None], codes.T], axis=1)
-
-    root = mix(jnp.full(played.group.shape, 17, jnp.uint32), played.group)
-    codes = walk(root[:base], slice(0, base))
-    if played.parent.size:
-        branch = walk(codes[played.parent, played.segment], slice(base, None))
-        codes = jnp.concatenate([codes, branch])
-    length = jnp.sum(episodes.mask, axis=1)
-    there = (jnp.arange(codes.shape[1]) <= length[:, None]) & played.rows[:, None]
-    return _compact(jax.lax.bitcast_convert_type(codes >> np.uint32(1), jnp.int32), there)
-
-
-def _tree(played: Rollouts, entropy: Array) -> dict[str, Array]:
-    """A tree a task: roots, one node a segment, and a leaf of its own for every row."""
-    episodes, base = played.episodes, played.mean.shape[0]
-    mask, (rows, turns) = episodes.mask, episodes.mask.shape
-    groups = rows  # at most
-    node = groups + jnp.arange(rows * turns, dtype=jnp.int32).reshape(rows, turns)
-    above = jnp.concatenate([played.group[:, None].astype(jnp.int32), node[:, :-1]], axis=1)
-    if played.parent.size:
-        left = jnp.where(
-            played.segment > 0,
-            node[played.parent, jnp.maximum(played.segment - 1, 0)],
-            played.group[base:].astype(jnp.int32),
-        )
-        above = above.at[base:, 0].set(left)
-    length = jnp.sum(mask, axis=1)
-    last = jnp.take_along_axis(node, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
-    is_leaf = played.rows & (length > 0)
-    is_root = jnp.zeros(groups, bool).at[played.group].max(played.rows)
-    segment_of = jnp.where(mask, node, -1)
-
-    def nodes(of_roots, of_segments, of_leaves):
-        return jnp.concatenate([of_roots, of_segments.reshape(-1), of_leaves])
-
-    numbers = jnp.arange(groups, dtype=jnp.int32)
-    group = played.group.astype(jnp.int32)
+def _cuts(batch: CreditBatch) -> dict[str, Array]:
+    """Cut points at the states that were branched, valued by the mean of their branches."""
+    if batch.mc_return is None:
+        return {}
+    number = jnp.sum(batch.mc_mask, axis=2)
+    total = jnp.sum(jnp.where(batch.mc_mask, batch.mc_return, 0.0), axis=2)
+    turns = jnp.arange(number.shape[1], dtype=jnp.int32)
     return {
-        "parent": nodes(jnp.full(groups, -1, jnp.int32), jnp.where(mask, above, -1),
-                        jnp.where(is_leaf, last, -1)),
-        "tree_id": nodes(jnp.where(is_root, numbers, -1),
-                         jnp.where(mask, group[:, None], -1), jnp.where(is_leaf, group, -1)),
-        "leaf_traj": nodes(jnp.full(groups, -1, jnp.int32), jnp.full(mask.shape, -1, jnp.int32),
-                           jnp.where(is_leaf, jnp.arange(rows, dtype=jnp.int32), -1)),
-        "node_entropy": nodes(jnp.zeros(groups), entropy, jnp.zeros(rows)),
-        "node_of_segment": segment_of,
-    }  # fmt: skip
+        "cut": jnp.broadcast_to(turns, number.shape),
+        "cut_value": total / jnp.maximum(number, 1),
+        "cut_mask": number > 0,
+    }
+
+
+def _trees(world: World, policy: Array, played: Rollouts, base: int) -> dict[str, Array]:
+    """A tree a task: its root, a node for every segment of every row, a leaf for every row.
+
+    A branch hangs from the node that led to the state it left; in its own row nothing is copied.
+    """
+    rows, turns = played.episodes.mask.shape
+    branches = rows - base
+    roots = played.group  # nodes 0 to rows - 1, of which those of groups are used
+    first = rows
+    node = first + jnp.arange(rows * turns, dtype=jnp.int32).reshape(rows, turns)
+    fork_row = jnp.concatenate([jnp.full(base, -1, jnp.int32), played.parent])
+    fork_segment = jnp.concatenate([jnp.full(base, -1, jnp.int32), played.segment])
+    before = jnp.maximum(fork_segment, 1) - 1
+    came_from = jnp.where(fork_segment > 0, node[jnp.maximum(fork_row, 0), before], roots)
+    above = jnp.concatenate([came_from[:, None], node[:, :-1]], axis=1)
+    exists = played.episodes.mask & played.rows[:, None]
+    length = jnp.sum(exists, axis=1)
+    last = jnp.take_along_axis(node, jnp.maximum(length, 1)[:, None] - 1, axis=1)[:, 0]
+    leaf_above = jnp.where(length > 0, last, -1)
+    nowhere = jnp.full(rows, -1, jnp.int32)
+    number = jnp.arange(rows, dtype=jnp.int32)
+    entropy = _scores(world, policy, played.episodes)["segment_entropy"]
+    flat = jnp.zeros(rows)
+    used = jnp.zeros(rows, bool).at[roots].max(played.rows)
+    there = played.rows & (length > 0)
+    tree = jnp.broadcast_to(played.group[:, None], exists.shape)
+    found = {
+        "parent": jnp.concatenate(
+            [nowhere, jnp.where(exists, above, -1).ravel(), jnp.where(there, leaf_above, -1)]
+        ),
+        "leaf_traj": jnp.concatenate(
+            [nowhere, jnp.full(rows * turns, -1, jnp.int32), jnp.where(there, number, -1)]
+        ),
+        "tree_id": jnp.concatenate(
+            [
+                jnp.where(used, number, -1),
+                jnp.where(exists, tree, -1).ravel(),
+                jnp.where(there, played.group, -1),
+            ]
+        ),
+        "node_entropy": jnp.concatenate([flat, entropy.ravel(), flat]),
+        "node_of_segment": jnp.where(exists, node, -1),
+    }
+    if branches:
+        found |= {"parent_traj": fork_row, "fork_segment": fork_segment}
+        found["copied"] = jnp.zeros_like(exists)
+    return found

@@ -44,7 +44,11 @@ def cores() -> list[int]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], *, workers: int = 1, notify: Callable[[int, float, str], None]
+    jobs: Sequence[Job],
+    *,
+    workers: int = 1,
+    notify: Callable[[int, float, str], None],
+    setup: Callable[[], None] | None = None,
 ) -> None:
     """Runs all jobs, in their order as far as there are workers.
 
@@ -52,6 +56,7 @@ def run_jobs(
       jobs: see `Job`.
       workers: processes; with 1 they run here, one after the other.
       notify: takes a job's index and what it noted; called in this process.
+      setup: called once in each worker, not in this process; can be pickled.
 
     Raises:
       RuntimeError: a worker was killed.
@@ -70,7 +75,7 @@ def run_jobs(
         # As many cores for each as there are; where there are too few, all share all.
         places.put(mine[place::workers] if len(mine) >= workers else mine)
     before = set(multiprocessing.active_children())
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (notes, places))
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (notes, places, setup))
     try:
         futures = {pool.submit(_run, index, job) for index, job in enumerate(jobs)}
         while futures:
@@ -99,11 +104,13 @@ def _drain(notes: Any, notify: Callable[[int, float, str], None]) -> None:
         notify(*notes.get())
 
 
-def _start(notes: Any, places: Any) -> None:
+def _start(notes: Any, places: Any, setup: Callable[[], None] | None) -> None:
     global _notes
     _notes = notes
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, places.get())
+    if setup is not None:
+        setup()
 
 
 def _run(index: int, job: Job) -> int:

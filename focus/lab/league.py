@@ -22,17 +22,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from focus.credit.channels import missing_channels
-from focus.credit.registry import ESTIMATORS
+from focus.credit.registry import ESTIMATORS, estimate
 from focus.journal import write_atomically
 from focus.lab import exact
+from focus.lab.collect import Collected, make_collect
 from focus.lab.jobs import Note
-from focus.lab.loop import collect
 from focus.lab.specs import WorldSpec, slug
 from focus.lab.statistics import interval
-from focus.lab.sweep import SEED_STRIDE
+from focus.lab.sweep import QUICK_COMPILE, SEED_STRIDE
 from focus.lab.worlds import WORLDS
-from focus.types import Array, CreditBatch
+from focus.types import Array
 
+# Channels whose readers know what a branch's row is: it has values of its own, or its place in a
+# tree or beside its parent.
+KNOWS_BRANCHES = {"value", "token_value", "parent", "parent_traj"}
+# Channels that hold what branches found.
+READS_BRANCHES = {"mc_return", "cut_value"}
 # True advantages below this are nobody's merit: their sign is not asked for.
 MIN_ADVANTAGE = 1e-6
 
@@ -261,7 +266,7 @@ class LeagueSettings:
       seeds: worlds that are drawn, each with its first policy.
       batches: of each world.
       chunk: worlds that are computed at a time; memory grows with it.
-      tokens_per_step: budget of a batch.
+      tokens: that are generated for a batch.
       seed: shifts all seeds.
     """
 
@@ -270,7 +275,7 @@ class LeagueSettings:
     seeds: int
     batches: int
     chunk: int
-    tokens_per_step: int
+    tokens: int
     seed: int
 
     def __post_init__(self):
@@ -311,78 +316,108 @@ def league(world: WorldSpec, settings: LeagueSettings, note: Note) -> list[dict[
       those that the world cannot feed come last, with what they lack in `missing`.
     """
     s = settings
-    build = WORLDS[world.name]
-
-    @jax.jit
-    @jax.vmap
-    def begin(seed):
-        drawn = build(**dict(world.options), seed=seed)
-        policy = jax.nn.softmax(drawn.logits)
-        return drawn, policy, exact.policy_gradient(drawn, policy)
-
-    @jax.jit
-    @jax.vmap
-    def play(drawn, policy, key):
-        return collect(drawn, policy, key, arm=s.arm, tokens_per_step=s.tokens_per_step)
-
-    @jax.jit
-    @jax.vmap
-    def start(drawn, policy):
-        return no_sums(drawn.next_state[..., 0].size, policy)
-
-    def judge(name):
-        @jax.jit
-        @jax.vmap
-        def add(sums, rollouts, policy, gradient):
-            return add_batch(sums, judged(name, rollouts), policy, gradient)
-
-        return add
-
-    adders, missing = {}, {}
+    begin, play = _programs(world, s)
+    fed: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    found: dict[str, list[dict[str, np.ndarray]]] = {}
     seeds = np.arange(s.seeds, dtype=np.uint32) + np.uint32(s.seed * SEED_STRIDE)
-    scalars: dict[str, list[dict[str, np.ndarray]]] = {}
-    done, total = 0, s.batches * -(-s.seeds // s.chunk)
+    done, total = 0, -(-s.seeds // s.chunk) * s.batches * len(s.estimators)
     for first in range(0, s.seeds, s.chunk):
+        # Repeats of the first world fill the last chunk up, and are dropped.
         index = np.arange(first, first + s.chunk)
         real = index < s.seeds
-        chunk = jnp.asarray(seeds[np.where(real, index, 0)])
-        drawn, policy, gradient = begin(chunk)
-        keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed + 1), s.batches))(chunk)
-        sums: dict[str, Sums] = {}
+        drawn, policy, gradient, nothing, keys = begin(jnp.asarray(seeds[index * real]))
+        sums = dict.fromkeys(s.estimators, nothing)
         for batch in range(s.batches):
             rollouts = play(drawn, policy, keys[:, batch])
-            if not (adders or missing):
-                for name in s.estimators:
-                    lacks = what_is_missing(name, rollouts.batch)
-                    if lacks:
-                        missing[name] = lacks
-                    else:
-                        adders[name] = judge(name)
-            for name, add in list(adders.items()):
-                try:
-                    so_far = sums.get(name)
-                    so_far = start(drawn, policy) if so_far is None else so_far
-                    sums[name] = add(so_far, rollouts, policy, gradient)
-                except ValueError as error:  # what one setting of it needs, said when it is traced
-                    missing[name] = str(error)
-                    del adders[name]
-            done += 1
-            note(min(done / total, 0.999), f"batch {batch + 1} of {s.batches}")
-        for name, sum_ in sums.items():
-            read = jax.vmap(read_sums)(sum_)
-            scalars.setdefault(name, []).append({k: np.asarray(v)[real] for k, v in read.items()})
-    rows = []
-    for name, parts in scalars.items():
-        whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-        rows.append({"world": world.label, "estimator": name, "missing": "", **figures(whole)})
+            for name in s.estimators:
+                arguments = sums[name], rollouts, policy, gradient
+                if name not in fed and name not in missing:
+                    try:
+                        fed[name] = _adder(name, arguments)
+                    except ValueError as error:
+                        lacks = missing_channels(rollouts.batch, ESTIMATORS[name].inputs)
+                        missing[name] = ", ".join(sorted(lacks)) or str(error)
+                if name in fed:
+                    sums[name] = fed[name](*arguments)
+                done += 1
+                note(min(done / total, 0.999), f"{name}, batch {batch + 1} of {s.batches}")
+        for name in fed:
+            read = jax.vmap(read_sums)(sums[name])
+            found.setdefault(name, []).append({k: np.asarray(v)[real] for k, v in read.items()})
+    rows = [
+        {
+            "world": world.label,
+            "estimator": name,
+            "missing": "",
+            **figures({key: np.concatenate([part[key] for part in parts]) for key in parts[0]}),
+        }
+        for name, parts in found.items()
+    ]
     rows.sort(key=lambda row: -row["snr"])
-    lacking = ((n, m) for n, m in missing.items())
-    return rows + [{"world": world.label, "estimator": n, "missing": m} for n, m in lacking]
+    lacking = [{"world": world.label, "estimator": n, "missing": m} for n, m in missing.items()]
+    return rows + lacking
 
 
-def what_is_missing(name: str, batch: CreditBatch) -> str:
-    """Channels of an estimator that a batch lacks, "" if it has them all."""
-    return ", ".join(sorted(missing_channels(batch, ESTIMATORS[name].inputs)))
+def _programs(world: WorldSpec, settings: LeagueSettings) -> tuple[Any, Any]:
+    """What draws worlds with all that stays the same in them, and what plays a batch in each."""
+    options = dict(world.options)
+
+    def begin(seed):
+        drawn = WORLDS[world.name](**options, seed=seed)
+        policy = jax.nn.softmax(drawn.logits)
+        nothing = no_sums(drawn.next_state[..., 0].size, policy)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), settings.batches)
+        return drawn, policy, exact.policy_gradient(drawn, policy), nothing, keys
+
+    play = make_collect(world.name, options, settings.arm, tokens_per_step=settings.tokens)
+    return tuple(jax.jit(jax.vmap(f), compiler_options=QUICK_COMPILE) for f in (begin, play))
+
+
+def _adder(name: str, arguments: tuple[Any, ...]) -> Any:
+    """The compiled program that adds a batch to an estimator's sums.
+
+    Raises:
+      ValueError: it lacks a channel; said while it is traced.
+    """
+
+    def add(sums, rollouts, policy, gradient):
+        return add_batch(sums, judged(name, rollouts), policy, gradient)
+
+    traced = jax.jit(jax.vmap(add)).trace(*arguments)
+    return traced.lower().compile(compiler_options=QUICK_COMPILE)
+
+
+def judged(name: str, found: Collected) -> Sample:
+    """What an estimator says of rollouts.
+
+    An estimator that compares whole rollouts gets no branches to compare, which are none; and it is
+    charged for the tokens that it reads.
+
+    Args:
+      name: of the estimator.
+      found: one world's.
+    """
+    spec = ESTIMATORS[name]
+    inputs, rows = set(spec.inputs), found.batch.row_mask
+    if not inputs & KNOWS_BRANCHES:
+        rows = rows & (jnp.arange(rows.size) < found.num_base)
+    # A branch's row holds what it played itself.
+    hparams = {"fork_rows": "suffix"} if "fork_rows" in spec.hparams else {}
+    credit = estimate(name, dataclasses.replace(found.batch, row_mask=rows), **hparams)
+    episodes = found.episodes
+    layers, states, actions = found.sizes
+    layer = jnp.minimum(episodes.layer[:, :-1], layers - 1)
+    paid = found.batch.row_mask if inputs & (KNOWS_BRANCHES | READS_BRANCHES) else rows
+    return Sample(
+        estimate=credit.advantages,
+        truth=found.truth,
+        weight=jnp.where(credit.mask & episodes.mask, episodes.tokens, 0).astype(jnp.float32),
+        state_action=(layer * states + episodes.state[:, :-1]) * actions + episodes.action,
+        policy_row=found.policy_row,
+        action=episodes.action,
+        tokens=jnp.sum(jnp.where(paid, episodes.cost, 0)).astype(jnp.float32),
+    )
 
 
 def overall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

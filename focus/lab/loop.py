@@ -9,6 +9,7 @@ Seeds are independent worlds and runs; batch with `jax.vmap`, compile once with 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,6 +94,19 @@ class Sizes:
     most_from: tuple[int, ...]
 
 
+@jax.jit
+def _mean_tokens(world: World) -> Array:
+    """Of an episode of the first policy."""
+    policy = jax.nn.softmax(world.logits)
+    flow = exact.occupancy(world, policy)[..., None] * policy[world.policy_row]
+    return jnp.sum(flow * world.tokens)
+
+
+def any_world(name: str, options: Mapping[str, Any]) -> World:
+    """A world to take shapes from: seed 0, drawn by one compiled program."""
+    return jax.jit(functools.partial(make_world, name, **options))()
+
+
 def sizes_of(world: World, arm: Arm, tokens_per_step: int) -> Sizes:
     """Shapes that hold what an arm may do with its budget in a world.
 
@@ -119,14 +133,6 @@ def sizes_of(world: World, arm: Arm, tokens_per_step: int) -> Sizes:
     groups = max(1, math.floor(rows / arm.group_size + (0.001 if exactly else 1)))
     branch = arm.max_picks * max(arm.ks) if arm.branches else 0
     return Sizes(groups, groups * arm.group_size, branch, tokens_per_step, most_from)
-
-
-@jax.jit
-def _mean_tokens(world: World) -> Array:
-    """Scalar tokens that an episode of the first policy generates."""
-    policy = jax.nn.softmax(world.logits)
-    flow = exact.occupancy(world, policy)[..., None] * policy[world.policy_row]
-    return jnp.sum(flow * world.tokens)
 
 
 def policy_of(world: World, weights: Array) -> Array:
@@ -515,9 +521,51 @@ def init_learner(
         )  # fmt: skip
         counts = critic.learn(counts, world, shown, kept=1.0)
     opt_state = make_optimizer(arm).init(weights)
-    return Learner(
-        weights, opt_state, counts, order.astype(jnp.int32), jnp.int32(0), jnp.zeros(())
+    return Learner(weights, opt_state, counts, order.astype(jnp.int32), jnp.int32(0), jnp.zeros(()))
+
+
+def learn_from(
+    world: World, arm: Arm, sizes: Sizes, learner: Learner, played: Rollouts,
+    learning_rate: Array | float,
+) -> tuple[Learner, Array, Array]:  # fmt: skip
+    """Credit for what a step has played, and the updates of policy and critic by it.
+
+    Args:
+      world: one world.
+      arm: the method.
+      sizes: of the arm in this world.
+      learner: before; its policy has played.
+      played: base rollouts and branches.
+      learning_rate: of the policy.
+
+    Returns:
+      The learner after, advantages [B, S], and bool [B, S], which of them the policy learned from.
+    """
+    policy = policy_of(world, learner.weights)
+    credit = estimate(arm.estimator, credit_batch(world, policy, arm, played), **dict(arm.hparams))
+    mask = credit.mask & played.episodes.mask
+    advantages = jnp.where(mask, credit.advantages, 0.0)
+    number = jnp.sum(mask * played.episodes.tokens)
+    square = jnp.sum(jnp.square(advantages) * played.episodes.tokens)
+    now = jnp.sqrt(square / jnp.maximum(number, 1))
+    scale = learner.scale
+    scale = jnp.where(scale > 0, RUNNING * scale + (1 - RUNNING) * now, now)
+    divisor = {"none": 1.0, "rms": now, "running": scale}[arm.normalise]
+    push = gradient(world, policy, played.episodes, advantages, mask)
+    push = push / jnp.maximum(divisor, 1e-6) * (policy.shape[0] / sizes.budget)
+    if world.policy_features is not None:
+        push = world.policy_features.T @ push
+    update, opt_state = make_optimizer(arm).update(push, learner.opt_state)
+    base = played.mean.shape[0]
+    after = Learner(
+        weights=learner.weights + learning_rate * update,
+        opt_state=opt_state,
+        counts=critic.learn(learner.counts, world, played.episodes, kept=arm.kept),
+        order=learner.order,
+        place=learner.place + jnp.sum(played.rows[:base]) // arm.group_size,
+        scale=scale,
     )
+    return after, advantages, mask
 
 
 def train_step(
@@ -542,29 +590,7 @@ def train_step(
     played = collect_rollouts(
         world, policy, learner.counts, arm, sizes, tasks, arm.base_fraction, key
     )
-    credit = estimate(arm.estimator, credit_batch(world, policy, arm, played), **dict(arm.hparams))
-    mask = credit.mask & played.episodes.mask
-    advantages = jnp.where(mask, credit.advantages, 0.0)
-    number = jnp.sum(mask * played.episodes.tokens)
-    square = jnp.sum(jnp.square(advantages) * played.episodes.tokens)
-    now = jnp.sqrt(square / jnp.maximum(number, 1))
-    scale = learner.scale
-    scale = jnp.where(scale > 0, RUNNING * scale + (1 - RUNNING) * now, now)
-    divisor = {"none": 1.0, "rms": now, "running": scale}[arm.normalise]
-    push = gradient(world, policy, played.episodes, advantages, mask)
-    push = push / jnp.maximum(divisor, 1e-6) * (policy.shape[0] / sizes.budget)
-    if world.policy_features is not None:
-        push = world.policy_features.T @ push
-    update, opt_state = make_optimizer(arm).update(push, learner.opt_state)
-    base = played.mean.shape[0]
-    after = Learner(
-        weights=learner.weights + learning_rate * update,
-        opt_state=opt_state,
-        counts=critic.learn(learner.counts, world, played.episodes, kept=arm.kept),
-        order=learner.order,
-        place=learner.place + jnp.sum(played.rows[:base]) // arm.group_size,
-        scale=scale,
-    )
+    after, advantages, mask = learn_from(world, arm, sizes, learner, played, learning_rate)
     record = _note(world, truth, played, advantages, mask)
     return after, record | {"base_fraction": jnp.float32(arm.base_fraction)}
 
@@ -594,9 +620,7 @@ def make_run(
     """
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
-    # Compiled: done eagerly, every operation of the builder would be compiled alone.
-    example = jax.jit(lambda: make_world(world_name, **world_options))()
-    sizes = sizes_of(example, arm, tokens_per_step)
+    sizes = sizes_of(any_world(world_name, world_options), arm, tokens_per_step)
 
     def run(seed, learning_rate):
         world = make_world(world_name, seed=seed, **world_options)

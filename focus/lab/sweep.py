@@ -31,6 +31,9 @@ RUNS_FILE = "runs.npz"
 SEED_STRIDE = 1_000_000
 MAX_SEED = 2**32 // SEED_STRIDE - 1
 
+# Programs of minutes: half the time to compile them is worth a tenth of the time they run.
+QUICK_COMPILE = {"xla_backend_optimization_level": 1}
+
 # `make_run(world, options, arm, steps=, tokens_per_step=)` -> `run(seed, learning_rate)`, pure,
 # which gives a History: a dataclass of arrays. See `focus.lab.loop`.
 MakeRun = Callable[..., Callable[[Any, Any], Any]]
@@ -343,7 +346,7 @@ class _Chunked:
             steps=settings.steps,
             tokens_per_step=settings.tokens_per_step,
         )
-        self._run = jax.jit(jax.vmap(run))
+        self._run = jax.jit(jax.vmap(run), compiler_options=QUICK_COMPILE)
         self._chunk = settings.chunk
 
     def __call__(

@@ -202,6 +202,11 @@ class Checkpointer:
             found = self.latest_step
         elif step == "best":
             found = self.best_step
+        if not self.steps:
+            raise CheckpointError(
+                f"there are no checkpoints in {self._root}: they were deleted, or the run was "
+                "stopped before its first one; the command that started it plays it again"
+            )
         if found is None or found not in self.steps:
             raise CheckpointError(
                 f"no checkpoint {step!r} in {self._root}; there are steps {list(self.steps)}"

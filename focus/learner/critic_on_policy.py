@@ -20,6 +20,7 @@ from focus.critic.posterior import posterior_belief, project_features
 from focus.critic.state import (
     CriticState,
     Evidence,
+    ReplayBuffer,
     init_critic_state,
     make_critic_update,
     observe,
@@ -86,6 +87,10 @@ class CriticReader:
         states = hosts.concatenate((hidden.reshape(-1, hidden.shape[-1]), mask.reshape(-1)))
         critic = self._fit(hosts.local(state.critic), *jax.device_put(states))
         return dataclasses.replace(state, critic=hosts.replicate(critic, self._mesh))
+
+    def replicate(self, tree: Any) -> Any:
+        """Arrays that lie, whole, on every device."""
+        return hosts.replicate(tree, self._mesh)
 
     def belief(
         self, state: State, hidden: np.ndarray, fold: np.ndarray | None = None
@@ -187,6 +192,46 @@ class CriticLearner(CriticReader):
         """
         scores = scores or self._score(state.params, rows)
         return scores.state_hidden
+
+    def pretrain(
+        self, state: CriticState, evidence: Evidence, key: jax.Array, *, epochs: int
+    ) -> CriticState:
+        """Learns from evidence that was there before the first step, and keeps none of it.
+
+        It is not replayed later: it may be another policy's, and what it taught stays in the
+        parameters for as long as newer evidence does not contradict it.
+
+        Args:
+          state: as from `init`.
+          evidence: n rows (NumPy), the same in all processes.
+          key: consumed.
+          epochs: passes over it.
+
+        Raises:
+          FloatingPointError: the loss is not finite.
+        """
+        size = self.options.minibatch_size
+        padding = -len(evidence.mask) % size
+        evidence = jax.tree.map(
+            lambda x: np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)), evidence
+        )
+        masked = jax.device_put((evidence.features, evidence.mask))
+        critic = self._fit(hosts.local(state.critic), *masked)
+        buffer = ReplayBuffer(evidence, np.zeros(len(evidence.mask), np.int32))
+        update = jax.jit(
+            make_critic_update(self.config, self._optimizer, num_epochs=epochs, minibatch_size=size)
+        )
+        everything = dataclasses.replace(
+            hosts.local(state), critic=critic, buffer=jax.device_put(buffer)
+        )
+        new, metrics = update(everything, key)
+        if not np.isfinite(jax.device_get(metrics["value_loss"])):
+            raise FloatingPointError(
+                "critic: the loss is not finite on what it is pretrained on; lower "
+                "critic.learning_rate"
+            )
+        new = dataclasses.replace(new, buffer=hosts.local(state.buffer))
+        return hosts.replicate(new, self._mesh)
 
     def learn(
         self,

@@ -22,7 +22,7 @@ from focus.learner import hosts, sharding
 from focus.learner.packing import Rows, take_rows
 from focus.policy import lora, rounded
 from focus.policy import model as models
-from focus.policy.logprobs import chunked_logprobs, wanted_first
+from focus.policy.logprobs import chunked_logprobs, token_scores, wanted_first
 from focus.types import Array
 
 Params = Any
@@ -138,21 +138,34 @@ def row_logprobs(
       `(logp [R, L], entropy [R, L])` of the distribution that the token was drawn from; 0 where
       nothing is wanted.
     """
+    return _row_statistics(chunked_logprobs, model, params, rows, hidden, wanted, temperature)
+
+
+def row_scores(
+    model: PolicyModel, params: Params, rows: Rows, hidden: Array, wanted: Array, temperature: float
+) -> tuple[Array, Array, Array]:
+    """`row_logprobs` and score norms, `(logp, entropy, score_norm)`; not differentiable.
+
+    See `focus.policy.logprobs.token_scores`.
+    """
+    return _row_statistics(token_scores, model, params, rows, hidden, wanted, temperature)
+
+
+def _row_statistics(statistics, model, params, rows, hidden, wanted, temperature):
     unembedding = model.unembedding(params)
     settings = {"temperature": temperature, "chunk": model.logprob_chunk}
     if wanted is None:
         before = take_positions(hidden, rows.parent)
-        return chunked_logprobs(before, unembedding, rows.tokens, **settings)
+        return statistics(before, unembedding, rows.tokens, **settings)
     order = wanted_first(wanted)
     parent, tokens, sorted_wanted = (
         jnp.take_along_axis(x, order, axis=1) for x in (rows.parent, rows.tokens, wanted)
     )
-    found = chunked_logprobs(
+    found = statistics(
         take_positions(hidden, parent), unembedding, tokens, wanted=sorted_wanted, **settings
     )
     back = jnp.argsort(order, axis=1)
-    logp, entropy = (jnp.take_along_axis(x, back, axis=1) for x in found)
-    return logp, entropy
+    return tuple(jnp.take_along_axis(x, back, axis=1) for x in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +175,13 @@ class Scores:
     Attributes:
       logp: [R, L] log-probs under the trainer of generated tokens; 0 elsewhere.
       entropy: [R, L] entropies of the same.
+      score_norm: [R, L] `1 - sum_a pi(a)^2` of the same.
       state_hidden: [R, P, H] hidden states at states: the critic's features.
     """
 
     logp: np.ndarray
     entropy: np.ndarray
+    score_norm: np.ndarray
     state_hidden: np.ndarray
 
 
@@ -174,14 +189,14 @@ def jit_score(model: PolicyModel, *, mesh: Mesh, temperature: float = 1.0) -> Ca
     """The compiled part of scoring.
 
     Returns:
-      `(params, micro-batch, frozen=None) -> (logp, entropy, state_hidden)`.
+      `(params, micro-batch, frozen=None) -> (logp, entropy, score_norm, state_hidden)`.
     """
 
     def forward(params, rows, frozen=None):
         params = complete(params, frozen)
         hidden = model.hidden(params, rows)
-        logp, entropy = row_logprobs(model, params, rows, hidden, rows.generated_mask, temperature)
-        return logp, entropy, take_positions(hidden, rows.state_pos)
+        found = row_scores(model, params, rows, hidden, rows.generated_mask, temperature)
+        return *found, take_positions(hidden, rows.state_pos)
 
     forward = sharding.on_mesh(forward, mesh)
     return jax.jit(forward, out_shardings=NamedSharding(mesh, PartitionSpec()))

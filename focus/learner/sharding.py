@@ -45,7 +45,7 @@ RULES: Rules = (
     (r"(^|/)(A_log|dt_bias)$", PartitionSpec()),  # one number a head
     (r"norm$", PartitionSpec()),
     # Last: a transformer of the critic's own lies like the policy's, its heads are small.
-    (r"(^|/)critic(/|$)", PartitionSpec()),
+    (r"(^|/)(critic|confidence)(/|$)", PartitionSpec()),
 )
 
 # Of what comes with rows, by path. The rest has one entry per token.
@@ -75,12 +75,26 @@ def num_cores() -> int:
 def split_cpu(devices: int) -> None:
     """Makes the CPU look like several devices; call it before any other use of JAX.
 
-    Do not set `jax_num_cpu_devices` alone: see `CPU_THREADS_PER_DEVICE`. A pool that is wanted
-    larger, or smaller, is named by the environment variable PJRT_NPROC.
+    They get the threads that they need, see `CPU_THREADS_PER_DEVICE`; so do those of the
+    environment variables JAX_NUM_CPU_DEVICES and XLA_FLAGS. A pool that is wanted larger, or
+    smaller, is named by the environment variable PJRT_NPROC.
     """
     jax.config.update("jax_num_cpu_devices", devices)
-    threads = max(num_cores(), CPU_THREADS_PER_DEVICE * devices)
-    os.environ.setdefault("PJRT_NPROC", str(threads))
+    _spare_threads()
+
+
+def _spare_threads() -> None:
+    """Threads for the devices that the CPU will look like, whoever has said so."""
+    flag = re.search(_FORCED_DEVICES, os.environ.get("XLA_FLAGS", ""))
+    devices = max(jax.config.jax_num_cpu_devices, int(flag[1]) if flag else 1)
+    if devices > 1 and os.environ.get("PJRT_NPROC") in (None, *_spared):
+        _spared.append(str(max(num_cores(), CPU_THREADS_PER_DEVICE * devices)))
+        os.environ["PJRT_NPROC"] = _spared[-1]
+
+
+_FORCED_DEVICES = r"--xla_force_host_platform_device_count=(\d+)"
+_spared: list[str] = []  # pools that were asked for here, not by the user
+_spare_threads()  # whoever spreads anything over devices imports this module before it has any
 
 
 def make_mesh(

@@ -19,7 +19,8 @@ from focus.credit import ESTIMATORS, estimate
 from focus.credit.channels import CHANNEL_PRODUCERS
 from focus.learner.citations import citation_channels
 from focus.learner.packing import PackedRows
-from focus.types import CreditBatch, Trajectory
+from focus.learner.scoring import Scores
+from focus.types import CreditBatch, PolicySignals, Trajectory
 
 # Parts of a run that not every run has.
 Part = Literal["critic", "branches", "citations"]
@@ -232,6 +233,48 @@ def _citations(source: Source) -> dict[str, np.ndarray]:
     return citation_channels(source.trajectories, shape, tokens)
 
 
+# What APPO discounts future log-ratios by, per token; and what SPO calls a sure token.
+LOG_RATIO_DISCOUNT = 0.99
+SURE_PROBABILITY = 0.9
+
+
+def policy_signals(
+    trajectories: Sequence[Trajectory],
+    packed: PackedRows,
+    scores: Scores,
+    shape: tuple[int, int],
+) -> PolicySignals:
+    """What the scoring pass says of segments, for acquisition rules.
+
+    Args:
+      trajectories: the packed ones, in order.
+      packed: their rows.
+      scores: the policy's of these rows.
+      shape: (B, N) of the result.
+    """
+    names = ("logp", "entropy", "score_norm")
+    logp, entropy, norm = (packed.to_trajectories(getattr(scores, name)) for name in names)
+    out = PolicySignals(*[np.zeros(shape, np.float32) for _ in dataclasses.fields(PolicySignals)])
+    for b, trajectory in enumerate(trajectories):
+        generations = [g for segment in trajectory.segments for g in segment.generations]
+        behaviour = np.array([x for g in generations for x in g.logp], np.float32)
+        difference = logp[b, : behaviour.size] - behaviour
+        future = np.zeros(behaviour.size + 1, np.float32)
+        for i in range(behaviour.size - 1, -1, -1):
+            future[i] = difference[i] + LOG_RATIO_DISCOUNT * future[i + 1]
+        start = 0
+        for j, segment in enumerate(trajectory.segments):
+            tokens = slice(start, start + segment.num_tokens)
+            if segment.num_tokens:
+                out.score_norm[b, j] = norm[b, tokens].sum()
+                out.entropy[b, j] = entropy[b, tokens].mean()
+                out.nll[b, j] = -logp[b, tokens].mean()
+                out.uncertain[b, j] = np.sum(logp[b, tokens] < np.log(SURE_PROBABILITY))
+            out.log_ratio[b, j] = future[start]
+            start = tokens.stop
+    return out
+
+
 @dataclasses.dataclass(frozen=True)
 class Producer:
     """A function that makes channels: name -> axes by name, and dtype.
@@ -283,7 +326,11 @@ PRODUCERS = (
 )
 # Made elsewhere in a run: by the critic, and by the branches themselves.
 _MADE_ELSEWHERE: dict[Part, dict[str, tuple[str, Any]]] = {
-    "critic": dict.fromkeys(("value", "value_variance"), ("B S+1", np.float32)),
+    "critic": {
+        **dict.fromkeys(("value", "value_variance"), ("B S+1", np.float32)),
+        "value_covariance": ("B S", np.float32),
+        "baseline": ("B", np.float32),
+    },
     "branches": {"mc_return": ("B S K", np.float32), "mc_mask": ("B S K", bool)},
 }
 _CORE = {

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from focus.critic.confidence import Confidence, init_confidence
 from focus.types import Array
 
 SCHEDULES = ("constant", "cosine", "wsd")
@@ -26,6 +27,7 @@ class TrainState:
       params: what is trained of the policy: its parameters, or adapters (`focus.policy.lora`).
       opt_state: state of the policy's optimiser.
       critic: the critic's own state, any pytree; the policy update passes it on untouched.
+      confidence: how far the critic is believed, `critic.confidence.Confidence`; None without one.
       base_checksum: [] uint32, of the frozen parameters that adapters belong to, so that they
         are never put on others; None where all parameters are trained.
     """
@@ -35,6 +37,7 @@ class TrainState:
     opt_state: Any
     critic: Any = None
     base_checksum: Array | None = None
+    confidence: Confidence | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class OptimizerConfig:
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
-      weight_decay: decoupled; matrices only.
+      weight_decay: decoupled; matrices only, see `decays`.
       max_grad_norm: global norm that a gradient is clipped to.
     """
 
@@ -105,18 +108,40 @@ def make_schedule(config: OptimizerConfig) -> Callable[[Array], Array]:
     return optax.join_schedules([rise, fall], [decay_start])
 
 
-def decays(params: Any) -> Any:
-    """Which parameters are decayed: matrices. Norms and biases, stacked or not, are left alone."""
+def decays(axes: Any) -> Any:
+    """Which parameters are decayed: those whose role is a matrix's, from one space to another.
 
-    def is_matrix(path, leaf):
-        name = str(getattr(path[-1], "key", path[-1]))
-        return leaf.ndim >= 2 and not name.endswith(("norm", "bias"))
+    The role is what the axes of one layer are called, and not the array's rank: layers are
+    stacked, and a vector of each (a norm, a bias, the rates `A_log` of a memory) has rank 2.
 
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    Args:
+      axes: names of all axes, as from `models.logical_axes` or `lora.adapter_axes`.
+
+    Returns:
+      A tree of bools.
+    """
+
+    def is_matrix(names):
+        return sum(name != "layers" for name in names) >= 2
+
+    return jax.tree.map(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Gradient clipping, then AdamW."""
+def make_optimizer(config: OptimizerConfig, axes: Any = None) -> optax.GradientTransformation:
+    """Gradient clipping, then AdamW.
+
+    Args:
+      config: its settings.
+      axes: names of the axes of all that is trained, see `decays`; not needed without a decay.
+
+    Raises:
+      ValueError: a weight decay without `axes`.
+    """
+    if config.weight_decay and axes is None:
+        raise ValueError(
+            f"weight_decay {config.weight_decay} is for matrices only: pass the logical axes of "
+            "what is trained, models.logical_axes(config) or lora.adapter_axes(config, setting)"
+        )
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.adamw(
@@ -125,7 +150,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
             b2=config.b2,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            mask=decays,
+            mask=None if axes is None else decays(axes),
         ),
     )
 
@@ -138,4 +163,6 @@ def init_state(
 ) -> TrainState:
     """A state at step 0; run it under `sharding.init_sharded` so that it is born sharded."""
     opt_state = optimizer.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, critic, base_checksum)
+    confidence = None if critic is None else init_confidence()
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, params, opt_state, critic, base_checksum, confidence)

@@ -118,6 +118,24 @@ def make_policy_loss(
     return loss
 
 
+def make_supervised_loss(
+    model: PolicyModel, temperature: float = 1.0, *, most_tokens: bool = False
+) -> LossFn:
+    """Weighted cross entropy: `(params, SupervisedBatch, denominator) -> (loss, metrics)`.
+
+    With `most_tokens` nearly all tokens of a row enter the loss: those that do not are computed
+    along with the others rather than sorted out.
+    """
+
+    def loss(params, batch, denominator):
+        hidden = model.hidden(params, batch.rows)
+        wanted = None if most_tokens else batch.mask
+        logp, _ = row_logprobs(model, params, batch.rows, hidden, wanted, temperature)
+        return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
+
+    return loss
+
+
 def make_policy_update(
     model: PolicyModel,
     optimizer: optax.GradientTransformation,
@@ -163,16 +181,10 @@ def make_supervised_update(
 ) -> Callable[[TrainState, SupervisedBatch], tuple[TrainState, Metrics]]:
     """Weighted cross entropy on demonstrations; arguments and result as `make_policy_update`.
 
-    With `most_tokens` nearly all tokens of a row enter the loss: those that do not are computed
-    along with the others rather than sorted out.
+    `most_tokens` is that of `make_supervised_loss`.
     """
 
-    def loss(params, batch, denominator):
-        hidden = model.hidden(params, batch.rows)
-        wanted = None if most_tokens else batch.mask
-        logp, _ = row_logprobs(model, params, batch.rows, hidden, wanted, config.temperature)
-        return losses.supervised_loss(logp, batch.weights, batch.mask, denominator=denominator)
-
+    loss = make_supervised_loss(model, config.temperature, most_tokens=most_tokens)
     return _make_update(model, loss, optimizer, config, mesh, shardings, frozen)
 
 

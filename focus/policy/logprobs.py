@@ -111,6 +111,11 @@ def chunked_logprobs(
     Raises:
       ValueError: a chunk without tokens.
     """
+    return _over_chunks(_logprobs, 2, hidden, unembedding, targets, wanted, temperature, chunk)
+
+
+def _over_chunks(score, outputs, hidden, unembedding, targets, wanted, temperature, chunk):
+    """Lays tokens out in chunks for `score`; its `outputs` numbers a token, as `targets` lie."""
     chex.assert_equal_shape_prefix([hidden, targets], targets.ndim)
     chex.assert_rank(hidden, targets.ndim + 1)
     if wanted is not None:
@@ -118,7 +123,7 @@ def chunked_logprobs(
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk must be >= 1 token, or None to choose by size; got {chunk}")
     if not targets.size:
-        return jnp.zeros(targets.shape), jnp.zeros(targets.shape)
+        return (jnp.zeros(targets.shape),) * outputs
     width = hidden.shape[-1]
     shares = axis_size("sequence")
     chex.assert_is_divisible(targets.shape[-1], shares)
@@ -136,11 +141,38 @@ def chunked_logprobs(
     if wanted is not None:
         asked = _split(wanted.reshape(by_share.shape[:-1]), chunk).any(axis=(1, 2, 3))
     targets_by_share = targets.reshape(by_share.shape[:-1])
-    found = _logprobs(scale, chunk, by_share, unembedding, targets_by_share, asked)
-    logp, entropy = (x.reshape(targets.shape) for x in found)
+    found = score(scale, chunk, by_share, unembedding, targets_by_share, asked)
+    found = tuple(x.reshape(targets.shape) for x in found)
     if wanted is None:
-        return logp, entropy
-    return jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0)
+        return found
+    return tuple(jnp.where(wanted, x, 0.0) for x in found)
+
+
+def token_scores(
+    hidden: Array,
+    unembedding: Array,
+    targets: Array,
+    *,
+    wanted: Array | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+) -> tuple[Array, Array, Array]:
+    """`chunked_logprobs`, and how far each token can move the policy; not differentiable.
+
+    The score norm `1 - sum_a pi(a)^2` is the expected squared norm of the gradient of log pi(a)
+    with respect to the logits: 0 where the policy has made up its mind.
+
+    Args:
+      hidden, unembedding, targets, wanted, temperature, chunk: see `chunked_logprobs`.
+
+    Returns:
+      `(logp, entropy, score_norm)`, each [..., T] in float32; 0 where nothing is wanted.
+
+    Raises:
+      ValueError: a chunk without tokens.
+    """
+    with_norm = functools.partial(_scored, with_norm=True)
+    return _over_chunks(with_norm, 3, hidden, unembedding, targets, wanted, temperature, chunk)
 
 
 def _split(x: Array, chunk: int) -> Array:
@@ -192,7 +224,11 @@ def _logprobs(scale, chunk, hidden, unembedding, targets, asked):
     return _forward(scale, chunk, hidden, unembedding, targets, asked)[0]
 
 
-def _forward(scale, chunk, hidden, unembedding, targets, asked):
+def _scored(scale, chunk, hidden, unembedding, targets, asked, *, with_norm):
+    return _forward(scale, chunk, hidden, unembedding, targets, asked, with_norm=with_norm)[0]
+
+
+def _forward(scale, chunk, hidden, unembedding, targets, asked, *, with_norm=False):
     # Gathered once and not once per chunk; in here, so that its gradient is never gathered.
     matrix = constrain(unembedding.astype(hidden.dtype), "tensor", None)
 
@@ -205,11 +241,14 @@ def _forward(scale, chunk, hidden, unembedding, targets, asked):
         log_total = top + jnp.log(total)
         at_target = jnp.sum(jnp.where(_is_target(logits, y), logits, 0.0), axis=-1)
         entropy = log_total - jnp.sum(weights * logits, axis=-1) / total
-        return carry, (at_target - log_total, entropy, log_total)
+        outputs = at_target - log_total, entropy, log_total
+        if with_norm:
+            outputs += (1.0 - jnp.sum(jnp.square(weights), axis=-1) / jnp.square(total),)
+        return carry, outputs
 
     _, outputs = _scan(one_chunk, None, asked, (_split(hidden, chunk), _split(targets, chunk)))
-    logp, entropy, log_total = (_join(x, hidden.shape[2]) for x in outputs)
-    return (logp, entropy), (hidden, matrix, targets, asked, log_total, entropy)
+    logp, entropy, log_total, *norm = (_join(x, hidden.shape[2]) for x in outputs)
+    return (logp, entropy, *norm), (hidden, matrix, targets, asked, log_total, entropy)
 
 
 def _logprobs_fwd(scale, chunk, *primals):

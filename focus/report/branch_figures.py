@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from focus.critic.calibration import calibration
+from focus.report import reasons
 from focus.report.figures import Rows
 from focus.report.intervals import Z_95, wilson_interval
 from focus.report.svg import Chart, Plot, short, whole_ticks
@@ -54,9 +55,8 @@ def calibration_chart(branches: Rows, column: str, title: str, css: str, note: s
         plot.interval(x, low, high, css)
         plot.dot(x, y, css, text, radius=4.5)
     total = int(counts.sum())
-    return Chart(
+    return plot.chart(
         title,
-        plot.render(),
         legend=((css, "dot", "bin mean, 95 % interval"), ("muted", "box", "outcomes in the bin")),
         note=(
             f"{len(rows):,} states, {total:,} outcomes; mean gap "
@@ -98,9 +98,8 @@ def uncertainty_chart(branches: Rows) -> Chart:
     for x, y, half, number in points:
         plot.interval(x, y - half, y + half, "s5")
         plot.dot(x, y, "s5", f"variance {x:.4f}, error {y:.4f}, {number} states", radius=4.5)
-    return Chart(
+    return plot.chart(
         title,
-        plot.render(),
         legend=(("s5", "dot", "states grouped by variance, 95 % interval"),),
         note=(
             f"{len(rows):,} states with k of 2 or more; the noise of k outcomes is subtracted. "
@@ -127,9 +126,8 @@ def branch_map(branches: Rows) -> Chart:
     for i, j in np.argwhere(totals > 0):
         cell = (turn_edges[i], turn_edges[i + 1]), (value_edges[j], value_edges[j + 1])
         _heat_cell(plot, cell, totals[i, j] / totals.max(), short(totals[i, j]), "continuations")
-    return Chart(
+    return plot.chart(
         title,
-        plot.render(),
         note=f"Numbers are continuations with an outcome, {int(counts.sum()):,} in all steps.",
     )
 
@@ -162,9 +160,7 @@ def branch_turns(branches: Rows) -> Chart:
         cell = (step_edges[i], step_edges[i + 1]), (turn_edges[j], turn_edges[j + 1])
         percent = f"{100 * share[i, j]:.0f}"
         _heat_cell(plot, cell, share[i, j] / share.max(), percent, "% of the continuations")
-    return Chart(
-        title, plot.render(), note="Share of a column's continuations, in percent, by turn."
-    )
+    return plot.chart(title, note="Share of a column's continuations, in percent, by turn.")
 
 
 def branch_counts(branches: Rows) -> Chart:
@@ -189,7 +185,7 @@ def branch_counts(branches: Rows) -> Chart:
     for index, (label, number) in enumerate(zip(labels, states)):
         plot.box((index - 0.35, index + 0.35), (0, number), "s2", f"k = {label}: {number} states")
         plot.text(index, number, f"{int(number):,}", dy=-5)
-    return Chart(title, plot.render(), note=f"{int(states.sum()):,} branched states in all steps.")
+    return plot.chart(title, note=f"{int(states.sum()):,} branched states in all steps.")
 
 
 def branch_costs(branches: Rows) -> Chart:
@@ -208,10 +204,48 @@ def branch_costs(branches: Rows) -> Chart:
         plot.dot(predicted[index], actual[index], "s1 faint", text + f"actual {actual[index]:.0f}")
     plot.line((0, top), (0, top), "ink", dashed=True)
     ratio = predicted.sum() / max(actual.sum(), 1.0)
-    return Chart(
+    return plot.chart(
         title,
-        plot.render(),
         note=f"Sum of predictions over sum of actual tokens: {ratio:.2f} (1 is calibrated).",
+    )
+
+
+def branch_gains(branches: Rows) -> Chart:
+    """Predicted error reduction per token, by which states were chosen, against what came.
+
+    What came is the prediction times the squared standardised residual of the branch mean; see
+    `focus.branching.prediction`. Groups of equal size in the order of the prediction; bars are
+    95 % intervals of a group's mean.
+    """
+    title = "Why states were branched"
+    known = [why for row in branches if (why := reasons.reason(row)) and why.predicted is not None]
+    if len(known) < 2 * MIN_GROUP:
+        return Chart(
+            title,
+            note=f"needs {2 * MIN_GROUP} branched states with a recorded prediction and outcomes.",
+        )
+    # Millionths of the outcome's squared unit, per token.
+    predicted = 1e6 * np.array([why.predicted for why in known])
+    came = 1e6 * np.array([why.came for why in known])
+    points = []
+    order = np.argsort(predicted, kind="stable")
+    for group in np.array_split(order, min(8, len(known) // MIN_GROUP)):
+        half = Z_95 * np.std(came[group], ddof=1) / np.sqrt(len(group))
+        points.append((np.mean(predicted[group]), np.mean(came[group]), half, len(group)))
+    right = 1.1 * max(x for x, *_ in points)
+    low = min(0.0, 1.05 * min(y - half for _, y, half, _ in points))
+    high = max(right, 1.05 * max(y + half for _, y, half, _ in points))
+    plot = Plot((0, right), (low, high), "predicted, millionths per token", "came, per token")
+    plot.line((0, right), (0, right), "muted", dashed=True)
+    for x, y, half, number in points:
+        plot.interval(x, y - half, y + half, "s2")
+        plot.dot(x, y, "s2", f"predicted {x:.3g}, came {y:.3g}, {number} states", radius=4.5)
+    return plot.chart(
+        title,
+        (("s2", "dot", "states grouped by prediction, 95 % interval"),),
+        f"{len(known):,} states. Reduction of the weighted squared error of V per generated "
+        "token. On the line branches taught what they were sampled for; a group below it was "
+        "chosen for an uncertainty that was not there.",
     )
 
 

@@ -6,6 +6,7 @@ note; the page prints the note in its place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -126,6 +127,51 @@ def critic_error(metrics: Rows) -> Chart:
     )
 
 
+def critic_variance(metrics: Rows) -> Chart:
+    """Standardised residuals of fresh branches: are the critic's variances any good?"""
+    return _lines(
+        metrics,
+        "Variances against fresh branches",
+        "variance of standardised residuals",
+        (("critic/residual_variance", "s2", "residuals"),),
+        note=(
+            "Branch mean minus V, over the standard deviation that V and the noise of the outcomes "
+            "should have: 1 where the belief is calibrated, above where it is overconfident."
+        ),
+    )
+
+
+def error_reduction(metrics: Rows) -> Chart:
+    """What refinement took off the squared error, and what it was expected to."""
+    return _lines(
+        metrics,
+        "Error reduction by refinement",
+        "squared error",
+        (
+            ("critic/error_reduction", "s2", "realised"),
+            ("critic/error_reduction_expected", "s4", "expected"),
+        ),
+        note=(
+            "At branched states, each outcome judging the value that all others give. Realised "
+            "below 0: refinement made values worse."
+        ),
+    )
+
+
+def covariance_scales(metrics: Rows) -> Chart:
+    """Scales of the error covariance that were fitted to recent misses."""
+    return _lines(
+        metrics,
+        "What the critic's errors share",
+        "share of V (1 - V)",
+        (
+            ("critic/scale_task", "s1", "states of a task"),
+            ("critic/scale_episode", "s3", "neighbours in an episode"),
+            ("critic/scale_state", "s5", "the state alone"),
+        ),
+    )
+
+
 def policy_panels(metrics: Rows) -> list[Chart]:
     """Entropy, clipping, gradient norm and the gap between engine and trainer."""
     return [
@@ -183,9 +229,9 @@ def _success(
     if train:
         xs, ys = zip(*train)
         window = max(1, len(ys) // 12)
-        plot.line(xs, ys, "s4 faint" if window > 1 else "s4")
+        plot.line(xs, ys, "s4 faint" if window > 1 else "s4", label="training success")
         if window > 1:
-            plot.line(xs, _trailing_mean(ys, window), "s4")
+            plot.line(xs, _trailing_mean(ys, window), "s4", label=f"mean of {window} steps")
         label = f"training, mean of {window} steps" if window > 1 else "training"
         legend.append(("s4", "line", label))
     if heldout:
@@ -199,7 +245,7 @@ def _success(
                 text += f" [{low:.3f}, {high:.3f}]"
             plot.dot(x, y, "s2", text)
         legend.append(("s2", "dot", "held-out, 95 % interval" if intervals else "held-out"))
-    return Chart(title, plot.render(), tuple(legend))
+    return plot.chart(title, legend)
 
 
 def _lines(metrics: Rows, title: str, y_label: str, series, note: str = "") -> Chart:
@@ -224,12 +270,10 @@ def _lines(metrics: Rows, title: str, y_label: str, series, note: str = "") -> C
     if min(ys) < 0:
         plot.line((min(xs), max(xs)), (0, 0), "ink")
     for points, css, label in present:
-        plot.line(*zip(*points), css)
-        if len(points) <= MAX_BARS:
-            for x, y in points:
-                plot.dot(x, y, css, f"step {x}: {label} {y:.4g}", radius=2.5)
+        plot.line(*zip(*points), css, label=label)
     legend = tuple((css, "line", label) for _, css, label in present)
-    return Chart(title, plot.render(), legend if len(present) > 1 else (), note)
+    chart = plot.chart(title, legend, note)
+    return chart if len(present) > 1 else dataclasses.replace(chart, legend=())
 
 
 def _stacked(metrics: Rows, series, title: str, y_label: str, unit: str) -> Chart:
@@ -273,7 +317,7 @@ def _stacked(metrics: Rows, series, title: str, y_label: str, unit: str) -> Char
         )
         legend.append(("ink", "dash", "budget"))
     note = f"Each bar is the mean of up to {len(groups[0])} steps." if len(groups[0]) > 1 else ""
-    return Chart(title, plot.render(), tuple(legend), note)
+    return plot.chart(title, legend, note)
 
 
 def _trailing_mean(values: Sequence[float], window: int) -> list[float]:

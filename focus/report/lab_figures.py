@@ -51,6 +51,14 @@ class LabPlot(Plot):
             f'"/>'
         )
 
+    def cross(self, x: float, y: float, css: str, title: str) -> None:
+        """A small diamond."""
+        x_px, y_px = self.x(x), self.y(y)
+        self._add(
+            f'<path class="{css} fill" d="M{x_px:.1f} {y_px - 5:.1f}l4 5l-4 5l-4 -5z">'
+            f"<title>{escape(title)}</title></path>"
+        )
+
     def name(self, y: float, text: str) -> None:
         """Text at the left end, above a line of the plot."""
         self._add(
@@ -263,31 +271,41 @@ def _heat_map(rows: Sequence[Mapping[str, Any]], key: str, limit: float) -> Mark
 def error_reduction(analysis: Analysis) -> list[Figure]:
     """By how much branches lower the critic's error, one figure for each world."""
     figures = []
+    names = ("reduction", "expected", "residual_variance")
     for world in analysis["worlds"]:
         rows = [row for row in analysis["rules"] if row["world"] == world]
-        if not rows:
+        if not rows or world in analysis["points"]:
             continue
-        ordered = sorted(rows, key=lambda row: row["reduction"])
+        ordered = sorted(rows, key=lambda row: -row["reduction"])
         figures.append(
             _forest(
                 world,
-                "reduction of squared error per 1,000 tokens of branches",
+                "fall of squared error per 1,000 tokens of branches",
                 [
-                    (r["arm"], r["reduction"], r["reduction_low"], r["reduction_high"], "s2")
+                    (_after_rule(r), r["reduction"], r["reduction_low"], r["reduction_high"], "s2")
                     for r in ordered
                 ],
                 zero=0.0,
-                note="Exact error of the values before and after refinement, weighted as the "
-                "rule weighs states; mean over all steps.",
-                columns=("world", "arm", "rule", "reduction", "low", "high"),
+                crosses=[r["expected"] for r in ordered],
+                legend=(("s2", "dot", "against exact values, 95 %"), ("s1", "box", "expected")),
+                note="Error of V before and of V* after the branches, weighted by what an error "
+                "there matters to the policy; all steps.",
+                columns=("world", "arm", "rule")
+                + tuple(f"{name}{end}" for name in names for end in ("", "_low", "_high")),
                 table=[
-                    (world, r["arm"], r["rule"], r["reduction"])
-                    + (r["reduction_low"], r["reduction_high"])
-                    for r in reversed(ordered)
+                    (world, r["arm"], r["rule"])
+                    + tuple(r[f"{name}{end}"] for name in names for end in ("", "_low", "_high"))
+                    for r in ordered
                 ],
             )
         )
     return figures
+
+
+def _after_rule(row: Mapping[str, Any]) -> str:
+    """An arm with its rule, where its name does not say it."""
+    named = row["rule"] in row["arm"] or not row["rule"]
+    return row["arm"] if named else f"{row['arm']}: {row['rule']}"
 
 
 def learning_rates(analysis: Analysis) -> list[Figure]:
@@ -345,10 +363,21 @@ def _forest(
     columns: tuple[str, ...],
     table: Sequence[Sequence[Any]],
     zero: float | None = None,
+    crosses: Sequence[float] = (),
+    legend: tuple[tuple[str, str, str], ...] = (),
 ) -> Figure:
-    """Estimates with horizontal intervals, a line each; rows of `(name, value, low, high, css)`."""
-    ends = [v for row in rows for v in row[1:4] if math.isfinite(v)]
-    ends += [] if zero is None else [zero]
+    """Estimates with horizontal intervals, a line each.
+
+    Args:
+      title, x_label, note: of the drawing.
+      rows: `(name, value, low, high, css class)`.
+      columns, table: the numbers behind it.
+      zero: where a line says "no difference".
+      crosses: a second value of each row.
+      legend: see `Chart`.
+    """
+    ends = [*(v for row in rows for v in row[1:4]), *crosses, *([] if zero is None else [zero])]
+    ends = [v for v in ends if math.isfinite(v)]
     left, right = min(ends), max(ends)
     margin = 0.06 * (right - left) or 0.1
     plot = LabPlot(
@@ -362,4 +391,6 @@ def _forest(
         plot.span(low, high, i + 0.35, css)
         plot.dot(value, i + 0.35, css, text)
         plot.name(i + 0.35, name)
-    return Figure(Chart(title, plot.render(), (), note), columns, table)
+    for i, value in enumerate(reversed(crosses)):
+        plot.cross(value, i + 0.35, "s1", f"expected {value:.4g}")
+    return Figure(Chart(title, plot.render(), legend, note), columns, table)

@@ -1,12 +1,15 @@
 """A small plotting surface: data coordinates in, inline SVG out.
 
 Colours are the page's CSS variables, so one drawing serves the light and the dark scheme and
-print. Every mark can carry a title, which a browser shows as its tooltip.
+print. Every mark can carry a title, which a browser shows as its tooltip, and is kept as a row of
+the figure's table.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import math
 from collections.abc import Sequence
 
@@ -26,12 +29,18 @@ class Chart:
       svg: the drawing; empty when it was left out.
       legend: `(css class, mark, label)`; marks are "line", "dash", "dot" and "box".
       note: how to read it, or why it was left out.
+      csv: what is drawn, as a table; "" if nothing is.
     """
 
     title: str
     svg: Markup = Markup("")
     legend: tuple[tuple[str, str, str], ...] = ()
     note: str = ""
+    csv: str = ""
+
+
+# Points of a line that answer to the mouse; longer lines answer at every so many.
+MAX_HOVER = 120
 
 
 class Plot:
@@ -61,7 +70,9 @@ class Plot:
         self.x_range = widened(*x_range)
         self.y_range = widened(*y_range)
         self.label = f"{y_label} against {x_label}"
+        self._columns = x_label, y_label
         self._marks: list[str] = []
+        self._rows: list[tuple[str, str, float, float, float, float, str]] = []
         self._axes(x_label, y_label, x_ticks, y_ticks, grid)
 
     def x(self, value: float) -> float:
@@ -75,9 +86,18 @@ class Plot:
         return HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     def line(
-        self, xs: Sequence[float], ys: Sequence[float | None], css: str, *, dashed: bool = False
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float | None],
+        css: str,
+        *,
+        dashed: bool = False,
+        label: str = "",
     ) -> None:
-        """A line that is broken where a value is missing."""
+        """A line that is broken where a value is missing.
+
+        With a label its points tell their values under the mouse and are rows of the table.
+        """
         run: list[str] = []
         for x, y in [*zip(xs, ys), (None, None)]:
             if y is not None:
@@ -85,11 +105,25 @@ class Plot:
             elif run:
                 style = ' stroke-dasharray="5 4"' if dashed else ""
                 if len(run) > 1:
-                    self._add(f'<polyline class="{css} stroke" points="{" ".join(run)}"{style}/>')
+                    self._add(
+                        f'<polyline class="{css} stroke" points="{" ".join(run)}"{style}>'
+                        f"{_title(label)}</polyline>"
+                    )
                 run = []
+        if not label:
+            return
+        points = [(x, y) for x, y in zip(xs, ys) if y is not None]
+        for x, y in points:
+            self._row("line", css, (x, x), (y, y), label)
+        for x, y in points[:: -(-len(points) // MAX_HOVER) or 1]:
+            self._add(
+                f'<circle class="hover" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="7">'
+                f"{_title(f'{label} at {short(x)}: {y:.4g}')}</circle>"
+            )
 
     def dot(self, x: float, y: float, css: str, title: str, *, radius: float = 3.5) -> None:
         """A filled circle."""
+        self._row("dot", css, (x, x), (y, y), title)
         self._add(
             f'<circle class="{css} fill" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" '
             f'r="{radius}">{_title(title)}</circle>'
@@ -97,6 +131,7 @@ class Plot:
 
     def interval(self, x: float, low: float, high: float, css: str) -> None:
         """A vertical confidence interval."""
+        self._row("interval", css, (x, x), (low, high), "95 % interval")
         x_px = self.x(x)
         self._add(
             f'<path class="{css} stroke" d="M{x_px:.1f} {self.y(low):.1f}V{self.y(high):.1f}'
@@ -114,6 +149,7 @@ class Plot:
         opacity: float = 1.0,
     ) -> None:
         """A filled rectangle."""
+        self._row("box", css, x_span, y_span, title)
         left, right = self.x(x_span[0]), self.x(x_span[1])
         top, bottom = self.y(y_span[1]), self.y(y_span[0])
         self._add(
@@ -135,6 +171,26 @@ class Plot:
             + "".join(self._marks)
             + "</svg>"
         )
+
+    def chart(
+        self, title: str, legend: Sequence[tuple[str, str, str]] = (), note: str = ""
+    ) -> Chart:
+        """The finished figure with its table."""
+        names: dict[str, str] = {}
+        for css, _, label in legend:
+            names.setdefault(css, label)
+        x_label, y_label = self._columns
+        columns = "mark", "series", x_label, f"{x_label}, to", y_label, f"{y_label}, to", "text"
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        for mark, css, *numbers, text in self._rows:
+            series = names.get(css.split()[0], "")
+            writer.writerow([mark, series, *(f"{number:.6g}" for number in numbers), text])
+        return Chart(title, self.render(), tuple(legend), note, file.getvalue())
+
+    def _row(self, mark: str, css: str, xs, ys, text: str) -> None:
+        self._rows.append((mark, css, *map(float, (*xs, *ys)), text))
 
     def _add(self, mark: str) -> None:
         self._marks.append(mark)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
+
+from focus.report import reasons
+from focus.report.earned import (
+    against_branches,
+    earned_changes,
+    teaching,
+    trained_with,
+    turning_point,
+    widest,
+)
 
 # Both ends keep their hue under the common kinds of colour blindness; the sign is printed too.
 POSITIVE_RGB = (33, 102, 172)
@@ -16,27 +27,42 @@ MAX_OPACITY = 0.5
 GLYPHS = {"solved": "✓", "failed": "✗", "cut": "cut", "error": "!"}
 
 
-def advantage_limit(records: Sequence[Mapping[str, Any]]) -> float:
-    """Advantage at which the colour saturates: the 95th percentile of |A| over the page.
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """Sizes at which the two colours of a turn saturate, > 0.
 
-    One scale for all trees makes colours comparable, and a few large advantages must not wash
-    out the rest.
+    Attributes:
+      earned: of the change of V*.
+      trained: of the advantage trained with.
     """
-    sizes = [
-        abs(segment["advantage"])
-        for record in records
-        for trajectory in record["trajectories"]
-        for segment in trajectory["segments"]
-        if segment["advantage"]
-    ]
-    return float(np.quantile(sizes, 0.95)) if sizes else 1.0
+
+    earned: float
+    trained: float
+
+    @classmethod
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> Scales:
+        """The 95th percentile of each size over the page.
+
+        One scale for all trees makes colours comparable, and a few large numbers must not wash
+        out the rest.
+        """
+        trajectories = [t for record in records for t in record["trajectories"]]
+        return cls(
+            earned=_limit(change for t in trajectories for change in earned_changes(t)),
+            trained=_limit(trained_with(s) for t in trajectories for s in t["segments"]),
+        )
+
+    def legend(self, name: str) -> list[tuple[float, str]]:
+        """Numbers and colours from one end of a scale to the other."""
+        limit = getattr(self, name)
+        return [(f * limit, advantage_colour(f * limit, limit)) for f in (-1, -0.5, 0, 0.5, 1)]
 
 
 def advantage_colour(advantage: float | None, limit: float) -> str:
     """Background of a segment: blue above 0, orange below, as strong as |A| / limit.
 
     Args:
-      advantage: the segment's advantage; None is transparent.
+      advantage: the segment's advantage, or what it earned; None is transparent.
       limit: |advantage| of full strength, > 0.
 
     Returns:
@@ -49,12 +75,34 @@ def advantage_colour(advantage: float | None, limit: float) -> str:
     return f"rgba({red},{green},{blue},{opacity:.3f})"
 
 
-def task_view(record: Mapping[str, Any], limit: float) -> dict[str, Any]:
+def ranked(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Recorded trees in the order in which a page keeps them: what they teach, newest first.
+
+    The most telling tree of every step comes before the second of any; see
+    `focus.report.earned.teaching`.
+    """
+    of_step: dict[int, list[Mapping[str, Any]]] = {}
+    for record in records:
+        of_step.setdefault(record["step"], []).append(record)
+    placed = [
+        (place, -step, record)
+        for step, members in of_step.items()
+        for place, record in enumerate(sorted(members, key=teaching, reverse=True))
+    ]
+    return [record for *_, record in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def task_view(
+    record: Mapping[str, Any],
+    scales: Scales,
+    rows: Mapping[tuple[int, str, int], Mapping[str, Any]],
+) -> dict[str, Any]:
     """A task's record, nested: base rollouts, their states, the branches of each state.
 
     Args:
       record: one element of `record_trees`, with its "step".
-      limit: see `advantage_colour`.
+      scales: see `Scales`.
+      rows: of `branches.jsonl`, by step, trajectory and state.
 
     Returns:
       What the template's tree macros read.
@@ -74,8 +122,9 @@ def task_view(record: Mapping[str, Any], limit: float) -> dict[str, Any]:
             )
         key = (trajectory["parent"], trajectory["parent_state"])
         children.setdefault(key, []).append(trajectory)
+    page = _Page(record["step"], children, scales, rows)
     rollouts = [
-        _rollout_view(trajectory, children, limit)
+        page.rollout(trajectory)
         for trajectory in record["trajectories"]
         if trajectory["parent"] is None
     ]
@@ -84,9 +133,12 @@ def task_view(record: Mapping[str, Any], limit: float) -> dict[str, Any]:
         "task_id": record["task_id"],
         "question": record["question"],
         "gold": record["gold"],
+        "hops": record.get("hops"),
         "rollouts": rollouts,
         "num_branches": sum(rollout["num_branches"] for rollout in rollouts),
         "tokens": sum(trajectory["tokens"] for trajectory in record["trajectories"]),
+        "change": teaching(record)[1],
+        "widest": widest(record),
     }
 
 
@@ -99,54 +151,134 @@ def verdict(trajectory: Mapping[str, Any]) -> str:
     return "solved" if trajectory["success"] else "failed"
 
 
-def _rollout_view(trajectory, children, limit) -> dict[str, Any]:
-    points = []
-    for index, state in enumerate(trajectory["states"]):
-        last = index == len(trajectory["segments"])
-        branches = [
-            _rollout_view(child, children, limit)
-            for child in children.get((trajectory["id"], index), ())
-        ]
-        outcomes = [b["outcome"] for b in branches if b["outcome"] is not None]
-        previous = trajectory["states"][max(index - 1, 0)]
-        points.append(
-            state
+@dataclasses.dataclass(frozen=True)
+class _Page:
+    """What all rollouts of a task are drawn with."""
+
+    step: int
+    children: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
+    scales: Scales
+    rows: Mapping[tuple[int, str, int], Mapping[str, Any]]
+
+    def rollout(self, trajectory: Mapping[str, Any]) -> dict[str, Any]:
+        """A rollout and, below its states, its branches."""
+        segments, states = trajectory["segments"], trajectory["states"]
+        changes = earned_changes(trajectory)
+        turning = turning_point(changes)
+        branched = [(trajectory["id"], j) in self.children for j in range(len(states))]
+        points = [
+            self._state(trajectory, j)
             | {
-                "index": index,
-                "compacted": state["span"] > previous["span"],
-                "moved": _moved(state),
-                "gauge": _gauge(state),
-                "branches": branches,
-                "branch_mean": float(np.mean(outcomes)) if outcomes else None,
-                "num_scored": len(outcomes),
-                "segment": None if last else _segment_view(trajectory["segments"][index], limit),
+                "segment": None
+                if j == len(segments)
+                else self._segment(
+                    trajectory, j, changes[j], branched[j] or branched[j + 1], turning == j
+                )
             }
-        )
-    kind = verdict(trajectory)
+            for j in range(len(states))
+        ]
+        below = [branch for point in points for branch in point["branches"]]
+        shown = [point["segment"] for point in points[:-1]]
+        kind = verdict(trajectory)
+        return {
+            "id": trajectory["id"],
+            "verdict": kind,
+            "glyph": GLYPHS[kind],
+            "outcome": trajectory["outcome"],
+            "end": trajectory["end"].replace("_", " "),
+            "error": trajectory["error"],
+            "tokens": trajectory["tokens"],
+            "branch_tokens": sum(b["tokens"] + b["branch_tokens"] for b in below),
+            "num_segments": len(segments),
+            "num_branches": sum(1 + branch["num_branches"] for branch in below),
+            "from_state": trajectory["parent_state"],
+            "turning": None if turning is None else _turn(shown[turning], points[turning]["best"]),
+            "against": any(s["against"] for s in shown) or any(b["against"] for b in below),
+            "troubled": kind == "error"
+            or any(s.get("error") for s in shown)
+            or any(b["troubled"] for b in below),
+            "strip": shown,
+            "points": points,
+        }
+
+    def _state(self, trajectory: Mapping[str, Any], index: int) -> dict[str, Any]:
+        state = trajectory["states"][index]
+        previous = trajectory["states"][max(index - 1, 0)]
+        branches = [self.rollout(c) for c in self.children.get((trajectory["id"], index), ())]
+        outcomes = [b["outcome"] for b in branches if b["outcome"] is not None]
+        row = self.rows.get((self.step, trajectory["id"], index))
+        notes = () if row is None else (reasons.choice(row), reasons.sentence(row))
+        best = state["value"] if state["refined"] is None else state["refined"]
+        return dict(state) | {
+            "index": index,
+            "compacted": state["span"] > previous["span"],
+            "moved": _moved(state),
+            "gauge": _gauge(state),
+            "best": best,
+            "branches": branches,
+            "branch_mean": float(np.mean(outcomes)) if outcomes else None,
+            "num_scored": len(outcomes),
+            "branch_tokens": sum(b["tokens"] + b["branch_tokens"] for b in branches),
+            "why": [note for note in notes if note],
+        }
+
+    def _segment(
+        self,
+        trajectory: Mapping[str, Any],
+        index: int,
+        change: float | None,
+        branched: bool,
+        turning: bool,
+    ) -> dict[str, Any]:
+        segment = trajectory["segments"][index]
+        observation, trained = segment["observation"], trained_with(segment)
+        return dict(segment) | {
+            "anchor": f"{trajectory['id']}:{index}",
+            "turn": trajectory["states"][index]["turn"],
+            "earned": change,
+            "trained": trained,
+            "is_trained": "trained" in segment,
+            "error": segment.get("error"),
+            "against": against_branches(change, trained, branched=branched),
+            "turning": turning,
+            "earned_colour": advantage_colour(change, self.scales.earned),
+            "trained_colour": advantage_colour(trained, self.scales.trained),
+            "long": len(observation) > 320 or observation.count("\n") > 6,
+            "replaced": _replaced(trajectory, index) if segment["summary"] is not None else None,
+        }
+
+
+def _turn(segment: Mapping[str, Any], before: float) -> dict[str, Any]:
+    """A turning point as a headline: when, from where, to where."""
+    after = before + segment["earned"] - (segment["reward"] or 0.0)
+    return {"turn": segment["turn"], "before": before, "after": after}
+
+
+def _replaced(trajectory: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The turns since the last compaction, which a summary at the end of a segment stands for.
+
+    Those before a branch left are its parent's, and are only counted.
+    """
+    states, segments = trajectory["states"], trajectory["segments"]
+    first = index
+    while first > 0 and states[first - 1]["span"] == states[index]["span"]:
+        first -= 1
+    texts = [
+        f"> {segment['text']}\n{segment['observation']}".strip()
+        for segment in segments[first : index + 1]
+    ]
+    inherited = states[0]["turn"] if first == 0 and trajectory["parent"] is not None else 0
     return {
-        "id": trajectory["id"],
-        "verdict": kind,
-        "glyph": GLYPHS[kind],
-        "outcome": trajectory["outcome"],
-        "end": trajectory["end"].replace("_", " "),
-        "error": trajectory["error"],
-        "tokens": trajectory["tokens"],
-        "num_segments": len(trajectory["segments"]),
-        "num_branches": sum(
-            1 + branch["num_branches"] for point in points for branch in point["branches"]
-        ),
-        "from_state": trajectory["parent_state"],
-        "strip": [point["segment"] for point in points[:-1]],
-        "points": points,
+        "text": "\n".join(texts),
+        "first": states[first]["turn"],
+        "last": states[index]["turn"],
+        "inherited": inherited,
     }
 
 
-def _segment_view(segment: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    observation = segment["observation"]
-    return dict(segment) | {
-        "colour": advantage_colour(segment["advantage"], limit),
-        "long": len(observation) > 320 or observation.count("\n") > 6,
-    }
+def _limit(values: Iterable[float | None]) -> float:
+    sizes = [abs(value) for value in values if value]
+    return float(np.quantile(sizes, 0.95)) if sizes else 1.0
 
 
 def _moved(state: Mapping[str, Any]) -> bool:

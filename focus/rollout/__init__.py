@@ -1,7 +1,7 @@
 """Rollouts: the agent loop, and the controller that spends a step's tokens."""
 
 from focus.rollout.accounting import Stopwatch, ledger_of
-from focus.rollout.agent import Agent, Rollout, play, request_seed
+from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed
 from focus.rollout.ahead import RolloutsAhead
 from focus.rollout.belief import StateBeliefs, make_beliefs, uninformed_scores
 from focus.rollout.controller import (
@@ -22,10 +22,12 @@ from focus.rollout.pool import (
 )
 from focus.rollout.staleness import Freshness, Versions
 from focus.rollout.step import EpisodeCost, StepConfig, validate_step
-from focus.rollout.tally import Tally
+from focus.rollout.tally import AllRolloutsFailed, Tally
+from focus.rollout.tools import ToolError, ToolLimits, Tools, ToolUse
 
 __all__ = [
     "Agent",
+    "AllRolloutsFailed",
     "BaseRollouts",
     "BranchedState",
     "Collected",
@@ -37,12 +39,17 @@ __all__ = [
     "Rollout",
     "RolloutsAhead",
     "Slots",
+    "EpisodeStart",
     "StateBeliefs",
     "StepConfig",
     "StepPlay",
     "Stopwatch",
     "Tally",
     "TokenAccount",
+    "ToolError",
+    "ToolLimits",
+    "ToolUse",
+    "Tools",
     "UnlimitedAccount",
     "Versions",
     "collect",

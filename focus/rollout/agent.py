@@ -6,6 +6,7 @@ state, a branch at a state of another trajectory; both are the same call.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from focus.chat import tool_calls
 from focus.context.base import Context, ContextManager
 from focus.engine.protocol import Engine, EngineError, FleetDead, GenerateRequest, SamplingParams
 from focus.rollout.pool import Account, Patience, RetryPolicy, generate_with_retries
+from focus.rollout.tools import ToolError, Tools, ToolUse
 from focus.tasks.base import Environment, StepResult, Task
 from focus.types import Generation, GenerationKind, Segment, State, Trajectory, TrajectoryEnd
 
@@ -40,7 +42,9 @@ class Agent:
       sampling: how to sample; `max_new_tokens` is the cap of one turn. The chat's stop tokens
         are added.
       retry: what to do when the engine fails.
+      tools: calls the environment.
       patience: how long the step that plays now waits for what has failed.
+      tool_use: what the calls of the step that plays now have cost.
       run_seed: with a trajectory's id it fixes every seed of that trajectory.
     """
 
@@ -50,13 +54,64 @@ class Agent:
     engine: Engine
     sampling: SamplingParams
     retry: RetryPolicy = RetryPolicy()
-    patience: Patience | None = None
+    tools: Tools = dataclasses.field(default_factory=Tools)
+    patience: Patience = dataclasses.field(default_factory=Patience)
+    tool_use: ToolUse = dataclasses.field(default_factory=ToolUse)
     run_seed: int = 0
 
-    def start(self, task: Task) -> State:
-        """The first state of a task."""
+    def before(self, task: Task) -> State:
+        """The first state of a task as the policy sees it, without the environment's part."""
         context = self.contexts.start(self.env.system_prompt(), task.prompt)
-        return State(self.env.reset(task), context, context.prompt_ids, turn=0)
+        return State(None, context, context.prompt_ids, turn=0)
+
+    def start(self, task: Task) -> State:
+        """The first state of a task, made at once; where that may wait, see `EpisodeStart`."""
+        return dataclasses.replace(self.before(task), env=self.env.reset(task))
+
+
+class EpisodeStart:
+    """The first state of a task: made when the first play asks for it, and shared by its group.
+
+    Args:
+      agent: the player.
+      task: what is played.
+    """
+
+    def __init__(self, agent: Agent, task: Task):
+        self._agent, self._task = agent, task
+        self._state: State | None = None
+        self._error: ToolError | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def before(self) -> State:
+        """See `Agent.before`."""
+        return self._agent.before(self._task)
+
+    async def get(self, rollout_id: str) -> State:
+        """The state.
+
+        Raises:
+          ToolError: the environment could not be reset; the same for the whole group.
+        """
+        async with self._lock:
+            if self._error is not None:
+                raise ToolError(str(self._error))
+            if self._state is None:
+                agent = self._agent
+                try:
+                    env = await agent.tools.reset(
+                        agent.env,
+                        self._task,
+                        of=f"rollout {rollout_id}",
+                        patience=agent.patience,
+                        use=agent.tool_use,
+                    )
+                except ToolError as error:
+                    self._error = error
+                    raise
+                self._state = dataclasses.replace(self.before, env=env)
+            return self._state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +244,10 @@ class _Sampler:
                 seed=request_seed(agent.run_seed, rollout.id, self._generation, part),
                 session=rollout.session,
             )
-            result = await generate_with_retries(agent.engine, request, agent.retry, agent.patience)
+            with agent.tool_use.sampling():
+                result = await generate_with_retries(
+                    agent.engine, request, agent.retry, agent.patience
+                )
             offset = len(sample.output_ids)
             sample.output_ids += result.output_ids
             sample.logp += result.output_logp
@@ -210,8 +268,10 @@ class _Sampler:
                 )
 
 
-async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -> Trajectory:
-    """Plays one episode from `state` to its end.
+async def play(
+    agent: Agent, start: State | EpisodeStart, rollout: Rollout, account: Account
+) -> Trajectory:
+    """Plays one episode from a state to its end.
 
     Why it ends, and what its outcome is then:
 
@@ -220,7 +280,7 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
         context_limit  the next prompt has no room          0
         format         a summary broke its format           0
         budget         the account granted too little       None
-        failed         the engine failed for good           None
+        failed         engine or tool failed for good       None
 
     A generation that the budget or a failure cut in the middle is kept, since its tokens were
     paid, but never acted on. Then the last state's prompt ends with its last token. Except after
@@ -229,7 +289,7 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
 
     Args:
       agent: environment, context manager, engine.
-      state: where to start; the task's first state, or any state of another trajectory.
+      start: where to start; the first state of a task, or any state of another trajectory.
       rollout: ids of the trajectory to make.
       account: pays for every token.
 
@@ -240,7 +300,8 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
       FleetDead: nobody answers any more, so that no rollout can end.
     """
     sampler = _Sampler(agent, rollout, account)
-    states, segments = [state], []
+    states: list[State] = []
+    segments: list[Segment] = []
 
     def finish(end: TrajectoryEnd, outcome: float | None, error: str | None = None):
         return Trajectory(
@@ -257,8 +318,13 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
             error=error,
         )
 
+    try:
+        states.append(start if isinstance(start, State) else await start.get(rollout.id))
+    except ToolError as error:
+        return unplayed(start, rollout, str(error))
     while True:
         state = states[-1]
+        of = f"rollout {rollout.id}, turn {state.turn}"
         act = await sampler.sample(state.prompt_ids, agent.sampling.max_new_tokens)
         generations = act.generations("act", state.prompt_ids, state.span)
         text = _action_text(agent.chat, act)
@@ -268,8 +334,20 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
                 states.append(_cut_state(state, state.prompt_ids, act))
             return finish(act.cut, _outcome_of_cut(act.cut), act.error)
 
-        step = agent.env.step(state.env, text)
-        arrival, cites = _arrive(agent, state, act, step), None
+        try:
+            step = await agent.tools.step(
+                agent.env,
+                state.env,
+                text,
+                of=of,
+                patience=agent.patience,
+                use=agent.tool_use,
+            )
+            arrival, cites = _arrive(agent, state, act, step, of), None
+        except ToolError as error:
+            segments.append(Segment(generations, text, observation=""))
+            states.append(_cut_state(state, state.prompt_ids, act))
+            return finish("failed", None, str(error))
         context = arrival.state.context
         if agent.contexts.closing if arrival.end else agent.contexts.needs_compaction(context):
             arrival, summary, cites = await _summarise(agent, sampler, arrival)
@@ -278,6 +356,21 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
         states.append(arrival.state)
         if arrival.end is not None:
             return finish(arrival.end, arrival.outcome, arrival.error)
+
+
+def unplayed(start: EpisodeStart, rollout: Rollout, why: str) -> Trajectory:
+    """A rollout that failed before its first turn."""
+    return Trajectory(
+        id=rollout.id,
+        task_id=rollout.task_id,
+        group_id=rollout.group_id,
+        states=(start.before,),
+        segments=(),
+        outcome=None,
+        success=False,
+        end="failed",
+        error=why,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,9 +383,16 @@ class _Arrival:
     error: str | None = None
 
 
-def _arrive(agent: Agent, state: State, act: _Sample, step: StepResult) -> _Arrival:
-    """What a turn that was acted on leads to, before any summary."""
-    context = agent.contexts.observe(state.context, act.output_ids, step.observation)
+def _arrive(agent: Agent, state: State, act: _Sample, step: StepResult, of: str) -> _Arrival:
+    """What a turn that was acted on leads to, before any summary.
+
+    Raises:
+      ToolError: what the environment has answered cannot be put before the policy.
+    """
+    try:
+        context = agent.contexts.observe(state.context, act.output_ids, step.observation)
+    except ValueError as error:
+        raise ToolError(f"{of}: the answer of {agent.env.name} cannot be shown: {error}") from error
     after = State(step.state, context, context.prompt_ids, state.turn + 1, context.span)
     if step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns):
         return _Arrival(after, "turn_limit", step.outcome or 0.0)

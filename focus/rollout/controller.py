@@ -22,10 +22,11 @@ import numpy as np
 from focus.branching.budget import Ledger
 from focus.branching.plan import Plan
 from focus.rollout.accounting import Stopwatch, ledger_of, recomputed_share
-from focus.rollout.agent import Agent, Rollout, play, request_seed
+from focus.rollout.agent import Agent, EpisodeStart, Rollout, play, request_seed, unplayed
 from focus.rollout.belief import StateBeliefs, make_beliefs
 from focus.rollout.pool import Patience, Pool, Slots, TokenAccount
 from focus.rollout.step import NO_BRANCHES, EpisodeCost, StepConfig
+from focus.rollout.tools import ToolUse
 from focus.tasks.base import Task
 from focus.types import RolloutTree, StateBelief, Trajectory
 
@@ -56,6 +57,10 @@ class BranchedState:
       mean: their mean outcome, None if there is none.
       cost_predicted: tokens that one continuation was predicted to generate.
       cost_actual: mean tokens of those with an outcome, None if there is none.
+      noise_var: variance of one outcome given the state, as the plan assumed it.
+      shift: by how much all evidence moves the value, before it is clipped to its range.
+      outcomes: of the continuations.
+      gain: predicted reduction of the weighted epistemic variance, see `predicted_gains`.
     """
 
     trajectory: str
@@ -71,6 +76,10 @@ class BranchedState:
     mean: float | None
     cost_predicted: float
     cost_actual: float | None
+    noise_var: float | None = None
+    gain: float | None = None
+    shift: float | None = None
+    outcomes: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
@@ -86,12 +95,14 @@ class BaseRollouts:
       tasks: one of each group, in the same order.
       account: pays for the branches too.
       seconds: wall time from the first launch to the last end.
+      tool_s: of these, those in which they waited for tools alone, see `ToolUse`.
     """
 
     trajectories: tuple[Trajectory, ...] = dataclasses.field(repr=False)
     tasks: tuple[Task, ...] = dataclasses.field(repr=False)
     account: TokenAccount
     seconds: float
+    tool_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +111,8 @@ class Collected:
 
     Attributes:
       tree: base rollouts and branches. Branches that got no token at all are left out.
-      ledger: tokens by purpose; seconds in "rollout", "score" and "controller", the last being
-        the time spent choosing.
+      ledger: tokens by purpose; seconds in "rollout", "tools" (waiting for them alone), "score"
+        and "controller", the last being the time spent choosing.
       beliefs: states of the base rollouts with all evidence; None without branches.
       plans: one per round.
       branch_stats: one entry per branched state.
@@ -109,6 +120,7 @@ class Collected:
       tasks: those that were played, one of each group; the next step goes on after them.
       technical_failures: rollouts that ended "failed". They are in the tree (base) or not, but
         have no outcome.
+      tool_use: calls of the environment.
       recomputed_share: of the prefixes that branches share with their parents, the part that
         the engine had to compute again; 0 without branches.
       dropped: rollouts that were paid for and are not in the tree, see `Screen`.
@@ -123,6 +135,7 @@ class Collected:
     episode_cost: EpisodeCost
     tasks: tuple[Task, ...] = dataclasses.field(repr=False)
     technical_failures: int
+    tool_use: ToolUse
     recomputed_share: float
     dropped: tuple[Trajectory, ...] = dataclasses.field(repr=False, default=())
 
@@ -178,6 +191,7 @@ class StepPlay:
       process: of several processes that play one step with tasks of their own; this one's groups
         are numbered `process`, `process + num_processes` ..., so that no two share a number.
       num_processes: how many there are.
+      tool_use: what its calls of the environment have cost so far.
     """
 
     config: StepConfig
@@ -189,6 +203,7 @@ class StepPlay:
     slots: Slots | None = None
     process: int = 0
     num_processes: int = 1
+    tool_use: ToolUse = dataclasses.field(default_factory=ToolUse)
 
     def check(self, scorer: Scorer | None) -> None:
         """Checks that the step can branch if it is meant to.
@@ -215,7 +230,8 @@ class StepPlay:
         used if that is more; only a group that is done stands for its real cost. (Short episodes
         end first: booking each at its real cost as it ends would launch too much.)
 
-        Every group that was launched is waited for, however long it takes.
+        Every group that was launched is waited for, however long it takes. Where nothing but
+        technical failures came back from a full house, the others fail unplayed.
 
         Args:
           tasks: played in this order; one is drawn when its group is launched.
@@ -231,14 +247,20 @@ class StepPlay:
         group_cost = config.group_size * cost * config.cost_margin
         patience = Patience(config.proceed_fraction)
         account = TokenAccount(config.budget, patience.waiting)
-        agent = dataclasses.replace(self.agent, patience=patience)
+        agent = dataclasses.replace(self.agent, patience=patience, tool_use=self.tool_use)
         left = itertools.islice(tasks, MOST_GROUPS)
         played: list[Task] = []
         used: list[float] = []
         running: list[int] = []
+        failed, well = 0, 0
 
         def projected() -> float:
             return sum(max(u, group_cost) if r else u for u, r in zip(used, running, strict=True))
+
+        async def play_unless_hopeless(start: EpisodeStart, rollout: Rollout) -> Trajectory:
+            if failed >= config.concurrency and not well:
+                return unplayed(start, rollout, "not played, since all rollouts before it failed")
+            return await play(agent, start, rollout, account)
 
         def launch() -> None:
             # The first group always: a step without rollouts would teach nothing.
@@ -247,18 +269,21 @@ class StepPlay:
                 if task is None:
                     return
                 group = self.process + self.num_processes * len(played)
-                state = agent.start(task)
+                start = EpisodeStart(agent, task)
                 patience.launched(config.group_size)
                 for member in range(config.group_size):
                     rollout = Rollout(f"{self.step}/{group}.{member}", task.id, group)
-                    pool.submit(functools.partial(play, agent, state, rollout, account))
+                    pool.submit(functools.partial(play_unless_hopeless, start, rollout))
                 played.append(task)
                 used.append(0)
                 running.append(config.group_size)
 
         def finished(trajectory: Trajectory) -> None:
+            nonlocal failed, well
             if self.on_finished is not None:
                 self.on_finished(trajectory)
+            failed += trajectory.end == "failed"
+            well += trajectory.end != "failed"
             # A dead engine fails for free: without a price it would be given every task there is.
             price = cost if trajectory.end == "failed" else 0
             group = (trajectory.group_id - self.process) // self.num_processes
@@ -274,7 +299,13 @@ class StepPlay:
             if not played:
                 raise ValueError("a step was given no tasks; pass at least one")
             trajectories = tuple(await pool.join())
-        return BaseRollouts(trajectories, tuple(played), account, clock.seconds["rollout"])
+        return BaseRollouts(
+            trajectories,
+            tuple(played),
+            account,
+            clock.seconds["rollout"],
+            tool_s=self.tool_use.seconds,
+        )
 
     async def branch(
         self, base: BaseRollouts, scorer: Scorer | None = None, *, waited_s: float | None = None
@@ -298,7 +329,7 @@ class StepPlay:
         """
         self.check(scorer)
         clock = Stopwatch()
-        clock.seconds["rollout"] = base.seconds if waited_s is None else waited_s
+        clock.seconds["rollout"] = waited_s = base.seconds if waited_s is None else waited_s
         kept_base = tuple(t for t in base.trajectories if self.screen(t) is None)
         branched = _Branched()
         if self.config.rule != NO_BRANCHES and kept_base:
@@ -308,6 +339,11 @@ class StepPlay:
         branches = tuple(branch for branch in branched.branches if branch.segments)
         kept = tuple(branch for branch in branches if self.screen(branch) is None)
         everything = (*base.trajectories, *branched.branches)
+        # Base rollouts that were played while the learner worked count as far as it had to wait.
+        waited_share = waited_s / max(base.seconds, waited_s, 1e-9)
+        tool_s = self.tool_use.seconds - (1 - waited_share) * base.tool_s
+        clock.seconds["tools"] = min(tool_s, clock.seconds["rollout"])
+        clock.seconds["rollout"] -= clock.seconds["tools"]
         dropped = tuple(t for t in everything if t.segments and self.screen(t) is not None)
         return Collected(
             tree=RolloutTree(kept_base, kept),
@@ -318,6 +354,7 @@ class StepPlay:
             episode_cost=self.episode_cost.updated(base.trajectories),
             tasks=base.tasks,
             technical_failures=sum(t.end == "failed" for t in everything),
+            tool_use=self.tool_use,
             recomputed_share=recomputed_share(kept),
             dropped=dropped,
         )
@@ -349,8 +386,13 @@ async def _branch(
             env_branchable=agent.env.branchable,
             max_context=agent.engine.info().max_context,
             smallest_bucket=config.state_bucket,
+            rollouts=config.group_size,
+            states=config.max_states,
+            weight=config.weight,
+            siblings=config.siblings,
         )
         started = np.zeros_like(beliefs.branch_count)
+        gains = np.zeros(beliefs.branch_count.shape)
     plans: list[Plan] = []
     rows: list[int] = []
     branches: list[Trajectory] = []
@@ -366,6 +408,7 @@ async def _branch(
                 seed=request_seed(agent.run_seed, f"{step.step}/plan", round_),
                 value_range=config.value_range,
             )
+            gains += beliefs.predicted_gains(plan, config.value_range)
             new_rows = np.repeat(np.arange(plan.count.size), plan.count).tolist()
         with clock.phase("rollout"):
             new = await _play_round(step, account, base, beliefs, new_rows, started)
@@ -377,7 +420,7 @@ async def _branch(
         rows += new_rows
         branches += new
     with clock.phase("controller"):
-        stats = _branch_stats(step, base, beliefs, rows, branches)
+        stats = _branch_stats(step, base, beliefs, rows, branches, gains)
     return _Branched(beliefs, tuple(plans), tuple(branches), stats)
 
 
@@ -392,7 +435,7 @@ async def _play_round(
     """Continues from the state of each row; a row that occurs k times is continued k times."""
     patience = Patience(step.config.proceed_fraction)
     patience.launched(len(rows))
-    agent = dataclasses.replace(step.agent, patience=patience)
+    agent = dataclasses.replace(step.agent, patience=patience, tool_use=step.tool_use)
 
     def finished(trajectory: Trajectory) -> None:
         if step.on_finished is not None:
@@ -423,9 +466,10 @@ def _branch_stats(
     beliefs: StateBeliefs,
     rows: Sequence[int],
     branches: Sequence[Trajectory],
+    gains: np.ndarray,
 ) -> tuple[BranchedState, ...]:
-    refined, variance = beliefs.refine(step.config.refine, step.config.value_range)
-    prior_std = np.linalg.norm(beliefs.error_features, axis=1)
+    refined, variance = beliefs.refine(step.config.refine)
+    prior_variance, noise_var = beliefs.prior()
     of_row: dict[int, list[Trajectory]] = {}
     for row, branch in zip(rows, branches, strict=True):
         of_row.setdefault(row, []).append(branch)
@@ -441,14 +485,18 @@ def _branch_stats(
                 state=state_index,
                 turn=parent.states[state_index].turn,
                 value=float(beliefs.mean[row]),
-                std=float(prior_std[row]),
-                refined=float(refined[row]),
+                std=float(np.sqrt(prior_variance[row])),
+                refined=float(np.clip(refined[row], *step.config.value_range)),
                 refined_std=float(np.sqrt(variance[row])),
                 started=len(members),
                 count=len(scored),
                 mean=float(np.mean([b.outcome for b in scored])) if scored else None,
                 cost_predicted=float(beliefs.cost[row]),
                 cost_actual=float(np.mean([b.num_tokens for b in scored])) if scored else None,
+                noise_var=float(noise_var[row]),
+                gain=float(gains[row]),
+                shift=float(refined[row] - beliefs.mean[row]),
+                outcomes=tuple(float(b.outcome) for b in scored),
             )
         )
     return tuple(stats)

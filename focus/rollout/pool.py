@@ -142,8 +142,20 @@ class RetryPolicy:
             raise ValueError(f"rollout.timeout_s must be > 0, got {self.timeout_s}")
 
 
+class Retries(Protocol):
+    """How often and at which distance something is tried."""
+
+    @property
+    def attempts(self) -> int:
+        """Tries in all."""
+
+    @property
+    def backoff_s(self) -> float:
+        """Seconds before the second try; doubled before each further one."""
+
+
 class Patience:
-    """How long a step waits for rollouts whose engine has failed.
+    """How long a step waits for rollouts whose engine or tool has failed.
 
     Only those: a rollout that is long is waited for in any case, or short ones would be trained
     on more often than they are played.
@@ -191,6 +203,13 @@ class Patience:
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())
 
+    async def another(self, tries: int, policy: Retries) -> bool:
+        """Whether there is one more try after `tries` that failed; pauses before it says so."""
+        if tries >= policy.attempts:
+            return False
+        await self.pause(policy.backoff_s * 2 ** (tries - 1))
+        return not self.over
+
     async def pause(self, seconds: float) -> None:
         """Sleeps, but not beyond the end of patience."""
         if self._fraction is None:
@@ -228,16 +247,13 @@ async def generate_with_retries(
       The first answer.
 
     Raises:
-      EngineError: every attempt failed or timed out, or the step goes on without it.
+      EngineError: every attempt failed or timed out, the step goes on without it, or it cannot be
+        served as it is; that would be so again.
       FleetDead: no engine is left; trying again is no use.
     """
     patience = patience or Patience()
     attempts = 0
-    while attempts < policy.attempts:
-        if attempts:
-            await patience.pause(policy.backoff_s * 2 ** (attempts - 1))
-            if patience.over:
-                break
+    while not attempts or await patience.another(attempts, policy):
         rid = request.rid if attempts == 0 else f"{request.rid}~{attempts}"
         # What has not failed yet has all the time there is.
         limit = patience.limit if attempts else asyncio.timeout
@@ -254,6 +270,8 @@ async def generate_with_retries(
             raise
         except EngineError as failure:
             error = failure
+        except ValueError as refusal:
+            raise EngineError(f"request {rid} cannot be served: {refusal}") from refusal
     raise EngineError(f"request {request.rid} failed {attempts} times, at last: {error}") from error
 
 
@@ -346,7 +364,7 @@ class Pool:
 
         Raises:
           Exception: what the first play to fail unexpectedly raised; the others are cancelled.
-            (An engine's technical failure is no exception here: it ends its trajectory.)
+            (A technical failure of engine or tool is no exception here: it ends its trajectory.)
         """
         try:
             while pending := [task for task in self._tasks if not task.done()]:

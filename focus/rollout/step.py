@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from focus.branching.acquisition import RULES
 from focus.credit.refine import REFINE_MODES, RefineMode
@@ -32,7 +33,11 @@ class StepConfig:
       cost_margin: factor on the predicted cost of a group before it is launched. Above 1,
         because a prediction that is too low cuts rollouts short and one that is too high only
         launches the last groups a little later.
-      state_bucket: states are padded to this times a power of two.
+      state_bucket: states are padded to about this times a power of two.
+      max_states: most states of a rollout; None for as many as there are, which compiles again
+        whenever that changes.
+      weight: how much an error at a state matters, see `belief.make_beliefs`.
+      siblings: whether rollouts of one task are evidence about each other's values.
       proceed_fraction: once this share of the rollouts has ended well, those whose engine has
         failed are given up; None: they have all their attempts.
     """
@@ -50,6 +55,9 @@ class StepConfig:
     concurrency: int = 64
     cost_margin: float = 1.1
     state_bucket: int = 256
+    max_states: int | None = None
+    weight: Literal["score_norm", "tokens"] = "tokens"
+    siblings: bool = False
     proceed_fraction: float | None = None
 
     def __post_init__(self):
@@ -82,6 +90,8 @@ class StepConfig:
                 f"max_per_state {self.max_per_state} is below the smallest of ks {self.ks}, so "
                 "no state could be branched; raise it or use None"
             )
+        if self.weight not in ("score_norm", "tokens"):
+            raise ValueError(f"weight must be 'score_norm' or 'tokens', got {self.weight!r}")
         if self.refine not in REFINE_MODES:
             raise ValueError(f"refine {self.refine!r} is unknown; choose one of {REFINE_MODES}")
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 from focus.branching.budget import Ledger
+from focus.engine.protocol import EngineError
 from focus.rollout.accounting import reuse_by_kind
 from focus.rollout.controller import BranchedState, Collected
 from focus.rollout.staleness import Freshness, Versions
 from focus.types import Trajectory
+
+
+class AllRolloutsFailed(EngineError):
+    """Nothing comes back any more, though every request and call was tried again.
+
+    Args:
+      what: which rollouts failed.
+      errors: why, in their order; the first is said.
+    """
+
+    def __init__(self, what: str, errors: Iterable[str | None] = ()):
+        first = next((error for error in errors if error), None)
+        super().__init__(what if first is None else f"{what}; the first: {first}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +37,7 @@ class Episode:
       end: see `Trajectory`.
       num_tokens: tokens that the policy generated.
       num_segments: turns.
+      error: what failed, see `Trajectory`.
     """
 
     outcome: float | None
@@ -29,6 +45,7 @@ class Episode:
     end: str
     num_tokens: int
     num_segments: int
+    error: str | None = None
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Episode:
@@ -39,6 +56,7 @@ class Episode:
             trajectory.end,
             trajectory.num_tokens,
             len(trajectory.segments),
+            trajectory.error,
         )
 
 
@@ -53,6 +71,8 @@ class Tally:
       cut: rollouts that the budget ended.
       num_tasks: tasks that were played.
       technical_failures: see `Collected`.
+      tool_calls: calls of the environment.
+      tool_faults: those of them that failed, whether or not they were tried again.
       branch_stats: one entry per branched state.
       citations_asked: summaries that had to cite turns and were not cut.
       citations_valid: those of them that did.
@@ -67,6 +87,8 @@ class Tally:
     cut: int
     num_tasks: int
     technical_failures: int
+    tool_calls: int
+    tool_faults: int
     branch_stats: tuple[BranchedState, ...]
     citations_asked: int
     citations_valid: int
@@ -86,6 +108,8 @@ class Tally:
             cut=sum(t.end == "budget" for t in tree.trajectories),
             num_tasks=collected.num_tasks,
             technical_failures=collected.technical_failures,
+            tool_calls=collected.tool_use.calls,
+            tool_faults=collected.tool_use.faults,
             branch_stats=collected.branch_stats,
             citations_asked=len(cites),
             citations_valid=sum(map(bool, cites)),
@@ -97,6 +121,11 @@ class Tally:
     def __add__(self, other: Tally) -> Tally:
         names = (field.name for field in dataclasses.fields(self))
         return Tally(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether not one base rollout came back."""
+        return bool(self.base) and all(episode.end == "failed" for episode in self.base)
 
     @property
     def valid_citations(self) -> float | None:

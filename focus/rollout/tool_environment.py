@@ -7,14 +7,12 @@ from typing import Any
 from focus.chat import tool_calls
 from focus.tasks.base import StepResult, ToolEnvironment
 
-_THINKING, _END_OF_THINKING = "<think>", "</think>"
-
 
 class ToolCalls:
     """An environment that is acted on by tool calls; all else is the environment's own.
 
-    One call a turn: text around it is passed over, a call inside of the thinking is none, and
-    what cannot be read is answered with the reason.
+    One call a turn: text around it is passed over, a call inside of the thinking is none (see
+    `focus.chat.tool_calls.parse_spoken`), and what cannot be read is answered with the reason.
 
     Args:
       env: whose tools are called.
@@ -42,7 +40,7 @@ class ToolCalls:
 
     def step(self, state: Any, action: str) -> StepResult:
         """Applies the one call in `action`. Pure; never raises on bad actions."""
-        calls = tool_calls.parse(_after_thinking(action), self._format)
+        calls = tool_calls.parse_spoken(action, self._format)
         if len(calls) != 1:
             reason = f"error: write one {tool_calls.OPEN} a turn, not {len(calls)}"
             return self._env.reject(state, reason)
@@ -50,8 +48,3 @@ class ToolCalls:
         if isinstance(call, tool_calls.Malformed):
             return self._env.reject(state, f"error: {call.reason}")
         return self._env.call(state, call.name, call.arguments)
-
-
-def _after_thinking(text: str) -> str:
-    spoken = text.rpartition(_END_OF_THINKING)[2]
-    return spoken.partition(_THINKING)[0]

@@ -19,7 +19,7 @@ from focus.learner.scoring import Scores
 from focus.learner.update import PolicyBatch
 from focus.rollout import Agent
 from focus.rollout.values import Values
-from focus.run import experiment
+from focus.run import experiment, learning
 from focus.tasks.base import Environment
 from focus.types import Array, Credit, CreditBatch, Trajectory
 
@@ -39,7 +39,7 @@ class Assignment:
         self._estimate = jax.jit(functools.partial(estimate, config.credit.estimator, **hparams))
         self._channels = experiment.estimator_channels(config)
         self._whiten = jax.jit(masked_whiten)
-        self._loss_config = experiment.loss_config(config)
+        self._loss_config = learning.loss_config(config)
         self._sequence_log_ratio = jax.jit(
             functools.partial(losses.sequence_log_ratio, level=self._loss_config.importance_level)
         )
@@ -70,17 +70,23 @@ class Assignment:
 
         Branches leave the rows (not the continuations) if the policy is not trained on them.
         """
-        row_mask = batch.row_mask.copy()
-        if not self._config.credit.train_on_branches:
+        c, row_mask = self._config, batch.row_mask.copy()
+        if not c.credit.train_on_branches:
             row_mask[: len(trajectories)] &= [t.parent is None for t in trajectories]
         batch = dataclasses.replace(batch, row_mask=row_mask)
-        if not self._config.critic.enabled:
+        if not c.critic.enabled:
             return batch
         shape = (len(row_mask), batch.segment_mask.shape[1] + 1)
         return dataclasses.replace(
             batch,
             value=padded(np.nan_to_num(values.refined), shape, "value"),
             value_variance=padded(values.refined_variance, shape, "value_variance"),
+            value_covariance=(
+                padded(values.covariance, shape, "value_covariance")[:, :-1]
+                if c.critic.covariance == "fitted"
+                else None
+            ),
+            baseline=_for_rows(values.baseline, len(row_mask)) if c.critic.gate else None,
         )
 
     def with_channels(
@@ -188,3 +194,10 @@ class Assignment:
             *jax.device_put((old_logp, batch.behaviour_logp, batch.token_mask))
         )
         return packed.to_rows(jax.device_get(ratios))
+
+
+def _for_rows(values: np.ndarray, rows: int) -> np.ndarray:
+    """[<= B] as [B], NaN behind the end."""
+    out = np.full(rows, np.nan, np.float32)
+    out[: len(values)] = values
+    return out

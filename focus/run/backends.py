@@ -23,6 +23,7 @@ from focus.learner import hosts
 from focus.learner.publish import AdapterPublisher, Publisher
 from focus.policy import model as models
 from focus.rollout import RetryPolicy
+from focus.run.stopping import StopRequested, unless_asked
 from focus.types import version_name
 
 # Makes the engine sample from parameters; the second argument counts finished training steps.
@@ -182,17 +183,18 @@ PUSHES = ("weights", "adapter")
 
 
 async def alive_everywhere(rollouts: Awaitable[T]) -> T:
-    """Waits for rollouts; ends in all processes if the engines of one are dead.
+    """Waits for rollouts; ends in all processes if the engines of one are dead, or if one is asked
+    to stop.
 
     Raises:
-      FleetDead: in every process, so that all can save the run together.
+      FleetDead, StopRequested: in every process, so that all can save the run together.
     """
     result, reason = None, None
     try:
-        result = await rollouts
-    except FleetDead as error:
-        reason = str(error)
+        result = await unless_asked(rollouts)
+    except (FleetDead, StopRequested) as error:
+        reason = error
     reasons = [r for r in await asyncio.to_thread(hosts.gather, reason) if r is not None]
     if reasons:
-        raise FleetDead(reasons[0])
+        raise reasons[0]
     return result

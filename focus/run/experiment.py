@@ -4,73 +4,66 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 from jax.sharding import Mesh
 
+from focus.branching.acquisition import RULES
 from focus.chat import tool_calls
 from focus.chat.template_chat import TemplateChat, load_chat
 from focus.chat.tokens import Chat
 from focus.context import CONTEXT_MANAGERS, ContextManager
 from focus.credit.registry import ESTIMATORS, check_hparams
-from focus.critic.head import CriticConfig
 from focus.engine import Engine, SamplingParams
 from focus.engine.embedded.engine import num_devices
 from focus.formats import hf
-from focus.learner import hosts
-from focus.learner.critic_on_policy import CriticLearner, CriticOptions
-from focus.learner.critic_own_backbone import BackboneCritic, BackboneOptions
-from focus.learner.losses import PolicyLossConfig
-from focus.learner.scoring import PolicyModel
+from focus.learner import hosts, sharding
 from focus.learner.signals import read_channels
-from focus.learner.state import OptimizerConfig
-from focus.learner.update import UpdateConfig
 from focus.policy import model as models
-from focus.policy.lora import LoraConfig, adapter_shapes
+from focus.policy.lora import LoraConfig, adapter_axes, adapter_shapes
 from focus.policy.rounded import check_format
-from focus.rollout import Agent, RetryPolicy, StepConfig, validate_step
+from focus.rollout import Agent, RetryPolicy, StepConfig, ToolLimits, Tools, validate_step
+from focus.rollout.belief import WEIGHTS
 from focus.rollout.staleness import MIXED_VERSIONS
 from focus.rollout.step import NO_BRANCHES
 from focus.rollout.tool_environment import ToolCalls
+from focus.run import learning, ranges
 from focus.run.backends import ENGINES, PUSHES
-from focus.tasks.base import Environment
-from focus.tasks.deep_search import make_deep_search
-
-# name -> factory(**options)
-TASKS = {"deep_search": make_deep_search}
+from focus.run.spelling import did_you_mean
+from focus.tasks.base import Environment, Task
+from focus.tasks.registry import TASKS, task_options
 
 # What a resumed run may change: how long it goes on, and what is written down.
 MAY_DIFFER = (
     "steps",
     "cache_dir",
+    "plugins",  # where they lie; what they say may not: focus.run.plugins
     "rollout.max_logp_difference",
+    "rollout.tools",
     "evaluate.every",
     "checkpoint",
     "log",
 )
 
-# Sizes and counts. Those of a model come from `model.path` where there is one.
-_AT_LEAST_ONE = (
-    "task.max_turns",
-    *(f"model.{size}" for size in ("vocab_size", "d_model", "num_layers", "num_heads")),
-    *(f"model.{size}" for size in ("num_kv_heads", "head_dim", "d_ff", "max_context")),
-    "rollout.episode_tokens",
-    "learner.row_length",
-)
-
 VALUES_FROM = ("before", "crossfit", "after")
 UNCERTAINTIES = ("ensemble", "posterior")
 BACKBONES = ("policy", "own")
+COVARIANCES = ("fitted", "ensemble")
+# Rules that a run without a critic may use.
+WITHOUT_VALUES = ("uniform", "random", "policy_entropy", "at2po", "appo", "carl", "spo")
+# Channels of acquisition rules that nothing in a run fills.
+UNFILLED = {"score": "a process reward model or judge"}
 ON_FAILURE = ("wait", "proceed")
 
 
 def _choose(name: str, value: str, choices) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}{hint}")
 
 
 def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> None:
@@ -86,6 +79,8 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     """
     c = config
     _choose("task.name", c.task.name, TASKS)
+    task_options(c.task.to_dict())
+    ranges.check(c)
     _choose("rollout.engine", c.rollout.engine, ENGINES)
     _choose("rollout.push", c.rollout.push, PUSHES)
     _choose("rollout.mixed_versions", c.rollout.mixed_versions, MIXED_VERSIONS)
@@ -95,6 +90,8 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     _choose("critic.values_from", c.critic.values_from, VALUES_FROM)
     _choose("critic.uncertainty", c.critic.uncertainty, UNCERTAINTIES)
     _choose("critic.backbone", c.critic.backbone, BACKBONES)
+    _choose("critic.covariance", c.critic.covariance, COVARIANCES)
+    _choose("branching.weight", c.branching.weight, WEIGHTS)
     if c.critic.backbone == "own" and c.critic.values_from == "crossfit":
         raise ValueError(
             "critic.values_from='crossfit' needs critic.backbone='policy', got 'own': members that "
@@ -107,26 +104,10 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
                 f"task.instructions explains calls as plain text, and chat.tool_calls={calls!r} "
                 "wants them in that format; set task.instructions=False, or chat.tool_calls=''"
             )
-    for key in _AT_LEAST_ONE:
-        part, name = key.split(".")
-        if (value := c[part].get(name, 1)) < 1:
-            raise ValueError(f"{key} must be >= 1, got {value}")
-    for axis, size in c.mesh.items():
-        if size < 1 and size != -1:
-            raise ValueError(f"mesh.{axis} must be >= 1, or -1 for what is left; got {size}")
-    if c.steps < 1:
-        raise ValueError(f"steps must be >= 1, got {c.steps}")
-    if c.evaluate.every < 0 or c.checkpoint.every < 1:
-        raise ValueError(
-            f"evaluate.every={c.evaluate.every} and checkpoint.every={c.checkpoint.every} are "
-            "numbers of steps, at least 0 (no evaluation on the way) and at least 1"
-        )
-    make_contexts(c, None)  # refuses limits and citations that cannot be
+    _check_contexts(c)
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
-    if c.rollout.async_depth < 0:
-        raise ValueError(f"rollout.async_depth must be >= 0, got {c.rollout.async_depth}")
     if has_servers and (c.rollout.engine == "sglang") != bool(c.rollout.urls):
         raise ValueError(
             f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "
@@ -141,12 +122,13 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
         )
     if c.rollout.engine == "embedded" and has_servers:
         num_devices(c.rollout.devices, c.rollout.max_running)
-    loss_config(c)
-    update_config(c)
-    if c.learner.logprob_chunk < 0:
-        raise ValueError(
-            f"learner.logprob_chunk must be >= 0 (0 chooses by size), got {c.learner.logprob_chunk}"
-        )
+    learning.loss_config(c)
+    learning.update_config(c)
+    learning.optimizer_config(c)
+    if c.critic.enabled:
+        learning.critic_config(c, model)
+    if has_servers:
+        make_mesh(c, model)
     if "warm_start" in c and c.warm_start.products is not None:
         check_format(c.warm_start.products)
     if c.model.max_context > c.learner.row_length:
@@ -154,7 +136,16 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             f"learner.row_length {c.learner.row_length} is shorter than model.max_context "
             f"{c.model.max_context}; make it at least as long"
         )
-    plans_with_value = c.branching.rule not in (NO_BRANCHES, "uniform", "random")
+    rule = RULES.get(c.branching.rule)
+    for channel in () if rule is None else rule.channels:
+        if channel in UNFILLED:
+            raise ValueError(
+                f"branching.rule={c.branching.rule!r} reads {channel!r} of {UNFILLED[channel]}, "
+                "which a run has not; choose another rule"
+            )
+    if c.critic.enabled and c.critic.pretrain_episodes:
+        _check_pretraining(c)
+    plans_with_value = c.branching.rule not in (NO_BRANCHES, *WITHOUT_VALUES)
     if plans_with_value and not c.critic.enabled:
         raise ValueError(f"{c.branching.rule} reads the critic's values; set critic.enabled=True")
     estimator_channels(c)
@@ -165,11 +156,71 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
             f"less than one predicted episode of {c.rollout.episode_tokens}; raise the budget or "
             "use fewer processes"
         )
+    tool_limits(c)
     validate_step(
         step_config(c),
         estimator=c.credit.estimator,
         episode_tokens=c.rollout.episode_tokens,
     )
+
+
+def notices(c: ml_collections.ConfigDict) -> tuple[str, ...]:
+    """What is allowed, and should not go unsaid when a run starts."""
+    found = []
+    if c.rollout.async_depth and not learning.loss_config(c).corrects:
+        found.append(
+            f"rollout.async_depth={c.rollout.async_depth} trains on tokens of older weights, and "
+            "nothing corrects for it: learner.importance_cap and learner.importance_range are off"
+        )
+    return tuple(found)
+
+
+def _check_contexts(c: ml_collections.ConfigDict) -> None:
+    """Refuses limits and citations that cannot be."""
+    contexts = make_contexts(c, None)
+    limit = getattr(contexts, "limit", None)
+    if limit is not None and limit <= contexts.summary_tokens:
+        raise ValueError(
+            f"context.limit={limit} has no room for a summary of rollout.max_summary_tokens="
+            f"{contexts.summary_tokens} and the question: every turn would be summarised again; "
+            "raise the limit, or shorten summaries"
+        )
+
+
+def heldout_tasks(c: ml_collections.ConfigDict, env: Environment) -> tuple[Task, ...]:
+    """The tasks that evaluations play.
+
+    Raises:
+      ValueError: there are not so many, or none to train on.
+    """
+    tasks = env.tasks("heldout")
+    if c.evaluate.num_tasks > len(tasks):
+        raise ValueError(
+            f"evaluate.num_tasks {c.evaluate.num_tasks} is more than the {len(tasks)} held-out "
+            f"tasks of {env.name}; ask for at most that many"
+        )
+    if not env.tasks("train"):
+        raise ValueError(f"{env.name} has no tasks to train on")
+    return tasks[: c.evaluate.num_tasks]
+
+
+def _check_pretraining(c: ml_collections.ConfigDict) -> None:
+    """Whether there is something to pretrain a critic on, and it can be.
+
+    Raises:
+      ValueError: there is not, or it cannot.
+    """
+    if "warm_start" not in c or c.model.get("path"):
+        raise ValueError(
+            f"critic.pretrain_episodes={c.critic.pretrain_episodes} reads episodes of the warm "
+            "start, and this run has none; set critic.pretrain_episodes=0 (and "
+            "critic.warmup_steps=3)"
+        )
+    if c.critic.backbone == "own":
+        raise ValueError(
+            "critic.backbone='own' cannot be pretrained on hidden states of the policy; set "
+            "critic.pretrain_episodes=0 (and critic.warmup_steps=3)"
+        )
 
 
 def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -224,8 +275,8 @@ def estimator_channels(c: ml_collections.ConfigDict) -> frozenset[str]:
     return read_channels(c.credit.estimator, hparams, parts)
 
 
-def step_config(c: ml_collections.ConfigDict) -> StepConfig:
-    """How a step spends its budget."""
+def step_config(c: ml_collections.ConfigDict, *, max_turns: int | None = None) -> StepConfig:
+    """How a step spends its budget; `max_turns` of an episode fixes the shapes of plans."""
     return StepConfig(
         budget=c.budget,
         group_size=c.rollout.group_size,
@@ -237,16 +288,23 @@ def step_config(c: ml_collections.ConfigDict) -> StepConfig:
         refine=c.critic.refine,
         concurrency=c.rollout.max_running,
         state_bucket=c.learner.state_bucket,
+        max_states=None if max_turns is None else max_turns + 1,
+        weight=c.branching.weight,
+        siblings=c.critic.siblings,
         proceed_fraction=(
             c.rollout.proceed_fraction if c.rollout.on_failure == "proceed" else None
         ),
     )
 
 
+def tool_limits(c: ml_collections.ConfigDict) -> ToolLimits:
+    """What calls of the environment may take."""
+    return ToolLimits(**c.rollout.tools.to_dict())
+
+
 def make_env(c: ml_collections.ConfigDict) -> Environment:
     """The environment of `config.task`."""
-    options = c.task.to_dict()
-    env = TASKS[options.pop("name")](**options)
+    env = TASKS[c.task.name](**task_options(c.task.to_dict()))
     return ToolCalls(env, _tool_calls(c)) if _tool_calls(c) else env
 
 
@@ -291,6 +349,23 @@ def model_config(c: ml_collections.ConfigDict) -> models.Config:
     return models.make_config(options.pop("family", "dense"), **options)
 
 
+def make_mesh(c: ml_collections.ConfigDict, model: models.Config) -> Mesh:
+    """The devices of `config.mesh`.
+
+    Raises:
+      ValueError: there are not so many, or rows and heads cannot be spread over them.
+    """
+    mesh = sharding.make_mesh(**c.mesh.to_dict())
+    sharding.check_mesh(
+        mesh,
+        micro_rows=c.learner.micro_rows,
+        row_length=c.learner.row_length,
+        attention=model.attention,
+        num_kv_heads=model.num_kv_heads,
+    )
+    return mesh
+
+
 def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
     """The adapters that are trained; None: all parameters of the policy are.
 
@@ -304,6 +379,12 @@ def lora_config(c: ml_collections.ConfigDict) -> LoraConfig | None:
     return LoraConfig(**options, targets=(targets,) if isinstance(targets, str) else tuple(targets))
 
 
+def trained_axes(c: ml_collections.ConfigDict) -> Any:
+    """Names of the axes of all that is trained: the policy's parameters, or its adapters."""
+    model, lora = model_config(c), lora_config(c)
+    return models.logical_axes(model) if lora is None else adapter_axes(model, lora)
+
+
 def make_contexts(
     c: ml_collections.ConfigDict, chat: Chat | TemplateChat | None, *, closing: bool = True
 ) -> ContextManager:
@@ -314,12 +395,20 @@ def make_contexts(
       chat: encodes messages; None where the manager only has to be possible.
       closing: whether a manager that cites asks for a last summary, which only credit reads.
     """
-    options: dict[str, Any] = {}
-    if c.context.manager != "full":
-        options |= {"limit": c.context.limit, "summary_tokens": c.rollout.max_summary_tokens}
-    if c.context.manager == "cite_summary":
-        options |= {"citations": tuple(c.context.citations), "closing": closing}
-    return CONTEXT_MANAGERS[c.context.manager](chat, **options)
+    manager = CONTEXT_MANAGERS[c.context.manager]
+    return manager(chat, **context_options(c, closing=closing))
+
+
+def context_options(c: ml_collections.ConfigDict, *, closing: bool = True) -> dict[str, Any]:
+    """Those options of context managers that the run's one takes."""
+    options = {
+        "limit": c.context.limit,
+        "summary_tokens": c.rollout.max_summary_tokens,
+        "citations": tuple(c.context.citations),
+        "closing": closing,
+    }
+    takes = inspect.signature(CONTEXT_MANAGERS[c.context.manager]).parameters
+    return {name: value for name, value in options.items() if name in takes}
 
 
 def make_agent(
@@ -331,11 +420,12 @@ def make_agent(
     temperature: float,
     run_seed: int,
     retry: RetryPolicy,
+    tools: Tools,
     closing: bool = True,
 ) -> Agent:
     """The player of tasks; `retry` is what it does when the engine fails.
 
-    `closing` is that of `make_contexts`.
+    `tools` calls the environment; `closing` is that of `make_contexts`.
     """
     return Agent(
         env=env,
@@ -350,112 +440,8 @@ def make_agent(
             stop=tuple(c.rollout.stop),
         ),
         retry=retry,
+        tools=tools,
         run_seed=run_seed,
-    )
-
-
-def make_critic(
-    c: ml_collections.ConfigDict,
-    model: models.Config,
-    policy: PolicyModel,
-    params: Any,
-    *,
-    score: Callable | None,
-    mesh: Mesh,
-) -> CriticLearner | BackboneCritic:
-    """The critic of `config.critic`.
-
-    Args:
-      c: of the run.
-      model: shape of the policy.
-      policy: its functions.
-      params: its first parameters; a backbone of the critic's own starts from them.
-      score: as from `make_score_fn`; None where no features are computed.
-      mesh: the mesh.
-    """
-    shape = critic_config(c, model)
-    if c.critic.backbone == "own":
-        return BackboneCritic(shape, backbone_options(c), policy, params, mesh=mesh)
-    return CriticLearner(shape, critic_options(c), score, mesh=mesh)
-
-
-def critic_config(c: ml_collections.ConfigDict, model: models.Config) -> CriticConfig:
-    """Shape of the critic of a policy."""
-    return CriticConfig(
-        feature_dim=model.d_model,
-        num_members=c.critic.members,
-        hidden_dim=c.critic.width,
-        prior_scale=c.critic.prior_scale,
-        value=c.critic.value,
-        cost_scale=float(c.rollout.episode_tokens),
-        num_folds=2 if c.critic.values_from == "crossfit" else 1,
-        bootstrap_seed=c.seed,
-    )
-
-
-def critic_options(c: ml_collections.ConfigDict) -> CriticOptions:
-    """How a critic that reads the policy's hidden states learns."""
-    return CriticOptions(
-        learning_rate=c.critic.learning_rate,
-        epochs=c.critic.epochs,
-        capacity=c.critic.capacity,
-        replay_steps=c.critic.replay_steps,
-        uncertainty=c.critic.uncertainty,
-    )
-
-
-def backbone_options(c: ml_collections.ConfigDict) -> BackboneOptions:
-    """How a critic with a backbone of its own learns."""
-    return BackboneOptions(
-        learning_rate=c.critic.learning_rate,
-        backbone_learning_rate=c.critic.backbone_learning_rate,
-        epochs=c.critic.epochs,
-        minibatches=c.learner.minibatches,
-        micro_rows=c.learner.micro_rows,
-        uncertainty=c.critic.uncertainty,
-    )
-
-
-def optimizer_config(c: ml_collections.ConfigDict) -> OptimizerConfig:
-    """The policy's optimiser; its schedule counts optimiser steps, the config's training steps."""
-    idle_steps = c.critic.warmup_steps if c.critic.enabled else 0
-    training_steps = c.learner.schedule_steps - idle_steps
-    return OptimizerConfig(
-        learning_rate=c.learner.learning_rate,
-        schedule=c.learner.schedule,
-        total_steps=training_steps * c.learner.minibatches * c.learner.epochs,
-        warmup_steps=c.learner.warmup_steps,
-        weight_decay=c.learner.weight_decay,
-        max_grad_norm=c.learner.max_grad_norm,
-    )
-
-
-def _pair(values) -> tuple[float, float] | None:
-    """A config's (low, high); an empty one is None."""
-    return tuple(values) or None
-
-
-def loss_config(c: ml_collections.ConfigDict) -> PolicyLossConfig:
-    """The policy's loss."""
-    return PolicyLossConfig(
-        clip_low=c.learner.clip_low,
-        clip_high=c.learner.clip_high,
-        importance_level=c.learner.importance_level,
-        importance_cap=c.learner.importance_cap,
-        importance_range=_pair(c.learner.importance_range),
-        kl_coefficient=c.learner.kl_coefficient,
-        entropy_coefficient=c.learner.entropy_coefficient,
-    )
-
-
-def update_config(c: ml_collections.ConfigDict) -> UpdateConfig:
-    """How a step's rows are split into optimiser steps."""
-    return UpdateConfig(
-        micro_rows=c.learner.micro_rows,
-        minibatches=c.learner.minibatches,
-        epochs=c.learner.epochs,
-        temperature=c.rollout.temperature,
-        seed=c.seed,
     )
 
 

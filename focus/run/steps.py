@@ -10,13 +10,13 @@ import asyncio
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from focus.branching.budget import Ledger
-from focus.critic.calibration import calibration
+from focus.critic.calibration import calibration, error_reduction, standardised_residuals
 from focus.engine import EngineError
 from focus.learner import hosts
 from focus.learner.packing import PackedRows
@@ -28,7 +28,7 @@ from focus.rollout.values import Values
 from focus.run.backends import alive_everywhere
 from focus.run.task_order import TaskOrder
 from focus.run.trainer import Trainer
-from focus.types import CreditBatch
+from focus.types import CreditBatch, Trajectory
 
 # Running sums of tokens, by training steps that their weights were behind.
 LAG = "tokens_lag_"
@@ -129,7 +129,9 @@ class Learned:
     Attributes:
       state: after the update.
       values: of all states of the step.
-      segment_advantages: [B, S].
+      segment_advantages: [B, S], as the estimator gave them.
+      trained_advantages: [B, S] mean advantage of a segment's tokens as the policy was trained
+        with it: normalised and weighted. NaN where no token of the segment was trained.
       metrics: numbers to be logged.
       dose: tokens with a gradient, over all processes.
       packing_efficiency: see `PackedRows`, of all processes.
@@ -138,6 +140,7 @@ class Learned:
     state: TrainState
     values: Values
     segment_advantages: np.ndarray
+    trained_advantages: np.ndarray
     metrics: dict[str, float | None]
     dose: int
     packing_efficiency: float
@@ -174,17 +177,22 @@ def learn(
     # 4. The critic as it stood before this step's outcomes, refined by branches.
     # 5. The critic learns from old and new evidence.
     with clock.phase("critic"):
-        values = valuation.refine(collected, belief)
+        values = valuation.refine(state, collected, belief)
+        against_outcomes = _against_outcomes(collected.tree.base, values.mean)
         batch = assignment.batch(trajectories, version=step)
         if config.critic.enabled:
             new_critic, critic_metrics = valuation.learn(
                 state, trajectories, packed, batch, hidden, belief
             )
+            confidence, misses = valuation.calibrate(state, collected, belief)
             state = dataclasses.replace(state, critic=new_critic)
             if config.critic.values_from != "before":
                 hidden = valuation.features(state, packed, scores)
                 belief = valuation.belief(state, trajectories, hidden, own_fold=True)
-                values = valuation.refine(collected, belief)
+                values = valuation.refine(state, collected, belief)
+            # Only now: what is subtracted from this step's outcomes must not know them.
+            state = dataclasses.replace(state, confidence=confidence)
+            critic_metrics |= misses
         else:
             critic_metrics = {}
 
@@ -208,9 +216,11 @@ def learn(
         state=state,
         values=values,
         segment_advantages=np.asarray(credits.segment_advantages),
+        trained_advantages=_trained_advantages(packed, policy_batch, batch),
         metrics={
             **{f"policy/{name}": value for name, value in update_metrics.items()},
             **{f"critic/{name}": value for name, value in critic_metrics.items()},
+            **against_outcomes,
             **agreement,
             "credit/std": _advantage_std(policy_batch),
             "dose/tokens": dose,
@@ -219,6 +229,43 @@ def learn(
         dose=dose,
         packing_efficiency=hosts.mean(packed.packing_efficiency, 1.0),
     )
+
+
+def _against_outcomes(base: Sequence[Trajectory], mean: np.ndarray) -> dict[str, float | None]:
+    """Squared errors of V and of a constant, against the outcomes of the step's base rollouts.
+
+    V is from before these outcomes were learnt; the constant is their mean, the best there is.
+    Over all states of all processes, so that long episodes count for more in both.
+    """
+    pairs = [
+        (trajectory.outcome, value)
+        for trajectory, values in zip(base, mean)
+        for value in values
+        if trajectory.outcome is not None and np.isfinite(value)
+    ]
+    outcomes, values = np.array(pairs).reshape(-1, 2).T
+    count, _, of_constant = hosts.moments(outcomes)
+    _, bias, spread = hosts.moments(outcomes - values)
+    if not count:
+        return {"critic/outcome_error": None, "critic/constant_error": None}
+    return {
+        "critic/outcome_error": float(spread / count + bias**2),
+        "critic/constant_error": float(of_constant / count),
+    }
+
+
+def _trained_advantages(
+    packed: PackedRows, policy_batch: PolicyBatch, batch: CreditBatch
+) -> np.ndarray:
+    trained = np.where(policy_batch.mask, policy_batch.advantages, np.nan)
+    trained = packed.to_trajectories(trained, batch.token_mask.shape, fill=np.nan)
+    segments = np.asarray(batch.token_segment)
+    rows, tokens = np.nonzero(np.isfinite(trained) & (segments >= 0))
+    places = rows, segments[rows, tokens]
+    total, count = np.zeros((2, *batch.segment_mask.shape))
+    np.add.at(total, places, trained[rows, tokens])
+    np.add.at(count, places, 1)
+    return np.where(count, total / np.maximum(count, 1), np.nan)
 
 
 def _advantage_std(batch: PolicyBatch) -> float:
@@ -318,6 +365,8 @@ def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
         "rollouts/cut": tally.cut,
         "rollouts/tasks": tally.num_tasks,
         "rollouts/technical_failures": tally.technical_failures,
+        "tools/calls": tally.tool_calls,
+        "tools/faults": tally.tool_faults,
         "rollouts/turns": float(np.mean([t.num_segments for t in tally.base] or [0])),
         "citations/valid": tally.valid_citations,
         "branches/states": len(tally.branch_stats),
@@ -329,12 +378,24 @@ def _rollout_metrics(tally: Tally, budget: int) -> dict[str, Any]:
         report = calibration(
             *(np.array([getattr(s, n) for s in branched]) for n in ("value", "mean", "count"))
         )
+        columns = {
+            name: np.array([getattr(s, name) for s in branched])
+            for name in ("value", "std", "shift", "refined_std", "noise_var", "mean", "count")
+        }
+        value, tau2, noise = columns["value"], columns["std"] ** 2, columns["noise_var"]
+        residuals = standardised_residuals(value, tau2, noise, columns["mean"], columns["count"])
+        outcomes = np.full((len(branched), max(s.count for s in branched)), np.nan)
+        for row, stat in zip(outcomes, branched):
+            row[: stat.count] = stat.outcomes
+        refined = value + columns["shift"], columns["refined_std"] ** 2
+        reduction = error_reduction(value, tau2, *refined, noise, outcomes)
         costs = [(s.cost_predicted * s.count, s.cost_actual * s.count) for s in branched]
         predicted, actual = np.sum(costs, axis=0)
         metrics |= {
             "critic/error": float(report["value_mse"]),
             "critic/brier": float(report["brier"]),
             "critic/calibration_error": float(report["calibration_error"]),
+            **{f"critic/{name}": number for name, number in (residuals | reduction).items()},
             "branches/cost_ratio": float(predicted / max(actual, 1)),
         }
     return metrics

@@ -23,8 +23,8 @@ from focus.learner.scoring import make_score_fn, policy_model
 from focus.learner.state import TrainState, init_state, make_optimizer
 from focus.learner.update import make_policy_update
 from focus.policy import model as models
-from focus.rollout import EpisodeCost, Freshness
-from focus.run import experiment
+from focus.rollout import EpisodeCost, Freshness, Tools
+from focus.run import experiment, learning
 from focus.run.assignment import Assignment
 from focus.run.backends import ENGINES
 from focus.run.task_order import TaskOrder
@@ -51,17 +51,12 @@ class Trainer:
         self.model = model = experiment.model_config(config)
         start.chat.check_model(model.vocab_size)
         self.num_parameters = models.num_params(model)
-        self.step_config = experiment.step_config(config)
+        self.step_config = experiment.step_config(config, max_turns=env.max_turns)
         self.episode_cost = EpisodeCost(float(config.rollout.episode_tokens))
-        self.mesh = sharding.make_mesh(**config.mesh.to_dict())
-        sharding.check_mesh(
-            self.mesh,
-            micro_rows=config.learner.micro_rows,
-            row_length=config.learner.row_length,
-            attention=model.attention,
-            num_kv_heads=model.num_kv_heads,
+        self.mesh = experiment.make_mesh(config, model)
+        self._optimizer = make_optimizer(
+            learning.optimizer_config(config), experiment.trained_axes(config)
         )
-        self._optimizer = make_optimizer(experiment.optimizer_config(config))
         policy = policy_model(model, logprob_chunk=config.learner.logprob_chunk or None)
         self.adapters = self._make_adapters()
         frozen = None if self.adapters is None else self.adapters.frozen
@@ -74,7 +69,7 @@ class Trainer:
         )
         critic = None
         if config.critic.enabled:
-            critic = experiment.make_critic(
+            critic = learning.make_critic(
                 config, model, policy, start.params, score=self.score, mesh=self.mesh
             )
         self._init_critic = None if critic is None else critic.init
@@ -84,15 +79,21 @@ class Trainer:
         self.update = make_policy_update(
             policy,
             self._optimizer,
-            experiment.loss_config(config),
-            experiment.update_config(config),
+            learning.loss_config(config),
+            learning.update_config(config),
             mesh=self.mesh,
             shardings=self.state_shardings,
             frozen=frozen,
         )
         self.backend = ENGINES[config.rollout.engine](config, model, start.chat, start.params)
         make_agent = functools.partial(
-            experiment.make_agent, config, env, start.chat, self.engine, retry=self.backend.retry
+            experiment.make_agent,
+            config,
+            env,
+            start.chat,
+            self.engine,
+            retry=self.backend.retry,
+            tools=Tools(experiment.tool_limits(config)),
         )
         self.agent = make_agent(temperature=config.rollout.temperature, run_seed=config.seed)
         # Held-out tasks are played with the same random numbers in every run and at every step.
@@ -104,12 +105,13 @@ class Trainer:
             critic,
             self.step_config,
             self.pack,
+            self.score,
             max_turns=env.max_turns,
             max_context=self.engine.info().max_context,
         )
         self.assignment = Assignment(config, env, self.agent)
         self._train_tasks = env.tasks("train")
-        self.heldout_tasks = env.tasks("heldout")[: config.evaluate.num_tasks]
+        self.heldout_tasks = experiment.heldout_tasks(config, env)
 
     @property
     def compilations(self) -> int:

@@ -1,73 +1,52 @@
-"""Where training starts: a policy that imitates a scripted, error-prone agent.
+"""Where training starts: a policy that imitates demonstrations, or a pretrained model.
 
-Made once and kept under a hash of everything that determines it: the parts of the config that
-matter, the source of the modules that make it, and the versions of the libraries.
+A warm start is made once and kept under a hash of all that it reads: its part of the config, the
+programs that devices run for it, the source of what plays the demonstrations and lays out their
+tokens, and the versions of libraries. What it does not read, such as the policy's loss or other
+context managers, may change: it stays what it is.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
+import inspect
 import json
 import os
 import shutil
 import tempfile
+import types
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
-import rich.progress
 import safetensors.numpy
 
 from focus.chat.template_chat import TemplateChat
-from focus.chat.tokens import CHAT_FORMATS, Chat, train_tokenizer
-from focus.context import ContextManager, cite_summary, summarize
+from focus.chat.tokens import Chat
+from focus.context import CONTEXT_MANAGERS, cite_summary, summarize
 from focus.formats import hf
-from focus.learner import hosts, packing, sharding
-from focus.learner.scoring import policy_model
-from focus.learner.state import OptimizerConfig, init_state, make_optimizer
-from focus.learner.update import SupervisedBatch, UpdateConfig, make_supervised_update
+from focus.learner import hosts, sharding, update
 from focus.policy import model as models
-from focus.run import experiment
-from focus.tasks import scripted
-from focus.tasks.base import Environment
+from focus.run import experiment, inputs, plugins
+from focus.run.imitation import make, programs, seed_of
+from focus.tasks.base import DemonstratedEnvironment, Environment
 from focus.tasks.deep_search import DeepSearch
-from focus.types import Generation, Segment, State, Trajectory
+from focus.tasks.registry import TASKS
+from focus.terminal import Start
 
-# Whatever these say decides what a warm start is; a change of theirs makes a new one.
-_SOURCES = (
-    "run/warm_start.py",
-    "context/base.py",
-    "context/cite_summary.py",
-    "context/full.py",
-    "context/summarize.py",
-    "learner/losses.py",
-    "learner/packing.py",
-    "learner/scoring.py",
-    "learner/update.py",
-    "learner/state.py",
-    "policy/attention.py",
-    "policy/blockwise.py",
-    "policy/gated_delta.py",
-    "policy/layers.py",
-    "policy/logprobs.py",
-    "policy/model.py",
-    "policy/placement.py",
-    "policy/qwen3_5.py",
-    "policy/rounded.py",
-    "chat/tokens.py",
-    "policy/transformer.py",
-    "tasks/deep_search.py",
-    "tasks/facts.py",
-    "tasks/scripted.py",
-    "tasks/world.py",
-)
+# What no program shows: how episodes become batches. Whole modules, and single functions.
+_SOURCES = ("focus.run.imitation", "focus.learner.packing", "focus.chat.tokens")
+_FUNCTIONS = (update.make_gradient_fn, update._make_update, update._minibatches, update._take)
 _LIBRARIES = ("jax", "numpy", "optax", "tokenizers", "countryinfo", "bm25s")
 
 
@@ -97,25 +76,89 @@ class WarmStart:
 
 
 def fingerprint(config: ml_collections.ConfigDict) -> str:
-    """Hash of everything that determines a warm start."""
-    parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start", "context")}
+    """Hash of everything that a warm start reads."""
+    manager = config.context.manager
+    parts = {name: config[name].to_dict() for name in ("task", "model", "warm_start")}
+    parts["context"] = {"manager": manager} | experiment.context_options(config)
+    parts["task"] = inputs.by_content(parts["task"], "task.", inputs.find(config))
     parts["rows"] = [config.learner.max_nodes, config.learner.max_states]
-    if config.context.manager != "full":
-        parts["summary_tokens"] = config.rollout.max_summary_tokens
-    parts["seed"] = config.seed if config.warm_start.seed is None else config.warm_start.seed
+    parts["seed"] = seed_of(config)
     parts["versions"] = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    # The tokenizer is trained on these whatever manager is used.
+    parts["texts"] = [summarize.INSTRUCTION, summarize.HEADING]
+    if manager == "cite_summary":
+        parts["texts"] += [cite_summary.INSTRUCTION, cite_summary.EXAMPLE]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
-    for name in _SOURCES:
-        digest.update((Path(__file__).parent.parent / name).read_bytes())
+    digest.update(programs(config).encode())
+    for function in _FUNCTIONS:
+        digest.update(inspect.getsource(function).encode())
+    roots = ["focus.tasks.scripted"] if config.task.name == "deep_search" else []
+    for text in (
+        *_sources(_SOURCES, _SOURCES + ("focus.learner.sequences",)),
+        *_sources(roots, ("focus.tasks",)),
+        *_sources_of("task", config.task.name, TASKS, "focus.tasks"),
+        *_sources_of("context manager", manager, CONTEXT_MANAGERS, "focus.context"),
+    ):
+        digest.update(text)
     return digest.hexdigest()[:16]
 
 
-def load_or_make(config: ml_collections.ConfigDict, env: Environment) -> WarmStart:
+def _sources_of(kind: str, key: str, registry: dict[str, Any], package: str) -> Iterator[bytes]:
+    """What decides what an entry of a registry does: its module, or the whole plug-in, and the
+    modules of `package` that it imports."""
+    plugin = plugins.provider(kind, key)
+    if plugin is not None:
+        yield plugin.checksum.encode()
+        roots = {name for content in plugin.files.values() for name in _imported(content)}
+        yield from _sources(sorted(roots), (package,))
+    elif (module := registry[key].__module__).startswith("focus."):
+        yield from _sources([module], (package,))
+    else:  # of the program that calls this
+        yield inspect.getsource(registry[key]).encode()
+
+
+def _sources(modules: Iterable[str], within: tuple[str, ...]) -> Iterator[bytes]:
+    """Sources of modules and of all that they import, as far as it is one of `within`, or below."""
+
+    def wanted(name: str) -> bool:
+        return any(name == top or name.startswith(f"{top}.") for top in within)
+
+    left, seen = [name for name in modules if wanted(name)], set()
+    while left:
+        name = left.pop(0)
+        if name not in seen:
+            seen.add(name)
+            content = Path(importlib.util.find_spec(name).origin).read_bytes()
+            yield content
+            left += [other for other in _imported(content) if wanted(other)]
+
+
+def _imported(source: bytes) -> list[str]:
+    """Modules of this library that a source imports, by where they define what it takes."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("focus.")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("focus."):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                taken = getattr(module, alias.name, None)
+                if isinstance(taken, types.ModuleType):
+                    found.append(taken.__name__)
+                else:  # a package hands on what one of its modules defines
+                    found.append(getattr(taken, "__module__", node.module))
+    return found
+
+
+def load_or_make(
+    config: ml_collections.ConfigDict, env: Environment, start: Start | None = None
+) -> WarmStart:
     """The warm start of a config, from the cache if it is there; or the model of `model.path`.
 
     Args:
       config: of the run.
       env: the environment to be learnt.
+      start: is told how far it is; None: nobody is.
 
     Returns:
       WarmStart.
@@ -129,11 +172,12 @@ def load_or_make(config: ml_collections.ConfigDict, env: Environment) -> WarmSta
     if all(hosts.gather(directory.is_dir())):  # else all processes make it together
         chat, params = _read(directory, config)
         return WarmStart(chat, params, directory, made=False)
-    if not isinstance(env, DeepSearch):
+    if not isinstance(env, DeepSearch | DemonstratedEnvironment):
         raise ValueError(
-            f"task {env.name!r} has no scripted agent to imitate; start from a checkpoint"
+            f"task {env.name!r} has no demonstrations to imitate: give it a method "
+            "demonstrations(num, seed), or start from a pretrained model with model.path"
         )
-    chat, params = make(config, env)
+    chat, params = make(config, env, start or Start(quiet=True))
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Written under another name first: a killed run must not leave half a warm start.
     partial = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".partial-"))
@@ -151,193 +195,6 @@ def _from_directory(config: ml_collections.ConfigDict, env: Environment) -> Warm
     chat = experiment.read_chat(config, env)
     _, params = hf.load_checkpoint(path)  # float32, whatever is computed in
     return WarmStart(chat, jax.device_get(params), path, made=False)
-
-
-def make(config: ml_collections.ConfigDict, env: DeepSearch) -> tuple[Chat, Any]:
-    """Plays the scripted agent, trains a tokenizer on its episodes and a policy to imitate it.
-
-    Most episodes are played in invented worlds, where names have to be copied from what was
-    read because no fact can be known.
-
-    Returns:
-      Chat and parameters (NumPy).
-    """
-    w = config.warm_start
-    seed = config.seed if w.seed is None else w.seed
-    worlds = scripted.invented_envs(
-        w.worlds,
-        seed,
-        world=w.world,
-        provinces=config.task.provinces,
-        lookalikes=config.task.lookalikes,
-        hops=tuple(config.task.hops),
-        max_turns=config.task.max_turns,
-        snippet_words=config.task.snippet_words,
-    )
-    shares = [w.real_fraction] + [(1 - w.real_fraction) / w.worlds] * w.worlds
-    demonstrations = list(
-        scripted.demonstrations(
-            [env, *worlds],
-            w.episodes,
-            seed,
-            weights=shares,
-            error_rates=scripted.ErrorRates().scaled(w.error_scale),
-        )
-    )
-    chat_format = CHAT_FORMATS[config.model.chat_format]
-    tokenizer = train_tokenizer(
-        _texts(demonstrations, cites=config.context.manager == "cite_summary"),
-        vocab_size=config.model.vocab_size,
-        special_tokens=chat_format.special_tokens,
-    )
-    chat = Chat(tokenizer, chat_format)
-    contexts = experiment.make_contexts(config, chat)
-    trajectories = [
-        to_trajectory(demonstration, str(i), chat, contexts)
-        for i, demonstration in enumerate(demonstrations)
-    ]
-    # Long episodes are those that go in circles; none of the right ones is lost.
-    trajectories = [t for t in trajectories if _longest(t) <= w.row_length]
-    batches = _batches(config, trajectories, seed)
-    params = _imitate(config, batches, seed)
-    return chat, params
-
-
-def to_trajectory(
-    demonstration: scripted.Demonstration, name: str, chat: Chat, contexts: ContextManager
-) -> Trajectory:
-    """A demonstration as the tokens that the agent loop would have made of it.
-
-    Args:
-      demonstration: one episode.
-      name: id of the trajectory.
-      chat: encodes the actions.
-      contexts: decides what the policy sees, and when it has to summarise.
-
-    Returns:
-      A trajectory without environment states; log-probs are 0.
-    """
-
-    def generation(kind, prompt_ids, text, span):
-        output_ids = chat.encode_text(text) + (chat.end_of_turn_id,)
-        return Generation(kind, prompt_ids, output_ids, (0.0,) * len(output_ids), "stop", span=span)
-
-    d = demonstration
-    context = contexts.start("", d.task.prompt)
-    states = [State(None, None, context.prompt_ids, 0)]
-    segments = []
-    for turn, (action, observation) in enumerate(zip(d.actions, d.observations)):
-        generations = [generation("act", context.prompt_ids, action, context.span)]
-        context = contexts.observe(context, generations[0].output_ids, observation)
-        last = turn + 1 == len(d.actions)
-        cites = None
-        if contexts.closing if last else contexts.needs_compaction(context):
-            known = turn if last else turn + 1
-            summary = contexts.phrase(context, d.notes[known], d.sources[known])
-            prompt_ids = contexts.summary_prompt(context)
-            generations.append(generation("summary", prompt_ids, summary, context.span))
-            cites = contexts.citations(context, summary)
-            context = context if last else contexts.compact(context, summary)
-        segments.append(Segment(tuple(generations), action, observation, cites=cites))
-        prompt_ids = () if last else context.prompt_ids
-        states.append(State(None, None, prompt_ids, turn + 1, context.span))
-    return Trajectory(
-        id=name,
-        task_id=d.task.id,
-        group_id=0,
-        states=tuple(states),
-        segments=tuple(segments),
-        outcome=d.outcome,
-        success=d.outcome == 1.0,
-        end="terminal",
-    )
-
-
-def _longest(trajectory: Trajectory) -> int:
-    """Tokens of the longest sequence that the policy reads and writes."""
-    generations = (g for segment in trajectory.segments for g in segment.generations)
-    return max(len(g.prompt_ids) + len(g.output_ids) for g in generations)
-
-
-def _texts(demonstrations: Sequence[scripted.Demonstration], *, cites: bool) -> Iterator[str]:
-    for d in demonstrations:
-        yield d.task.prompt
-        yield from d.actions
-        yield from d.observations
-        yield from d.notes
-        if cites:
-            yield cite_summary.EXAMPLE
-    yield from (summarize.INSTRUCTION, summarize.HEADING)
-    if cites:
-        yield cite_summary.INSTRUCTION
-
-
-def _batches(config, trajectories, seed: int) -> Iterator[SupervisedBatch]:
-    """Endless minibatches. Episodes are packed some hundred at a time: packing is quadratic."""
-    w, chunk = config.warm_start, 256
-    parts = [
-        packing.pack_trajectories(
-            trajectories[i : i + chunk],
-            row_length=w.row_length,
-            max_nodes=config.learner.max_nodes,
-            max_states=config.learner.max_states,
-            share_prefixes=models.shares_prefixes(experiment.model_config(config)),
-        ).rows
-        for i in range(0, len(trajectories), chunk)
-    ]
-    rows = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-    rng = np.random.default_rng(seed)
-    while True:
-        order = rng.permutation(rows.num_rows)
-        for i in range(0, len(order) - w.batch_rows + 1, w.batch_rows):
-            own = hosts.deal(order[i : i + w.batch_rows])
-            batch = packing.take_rows(rows, np.array(own), len(own))
-            weights = np.where(batch.generated_mask, 1.0, w.observation_weight)
-            yield SupervisedBatch(batch, batch.parent >= 0, weights.astype(np.float32))
-
-
-def _imitate(config, batches: Iterator[SupervisedBatch], seed: int) -> Any:
-    w = config.warm_start
-    model = experiment.model_config(config)
-    mesh = sharding.make_mesh(**config.mesh.to_dict())
-    optimizer = make_optimizer(
-        OptimizerConfig(
-            learning_rate=w.learning_rate,
-            schedule="cosine",
-            warmup_steps=min(20, w.steps // 2),
-            total_steps=w.steps,
-            weight_decay=0.01,
-        )
-    )
-
-    def init(key):
-        return init_state(models.init_params(model, key), optimizer)
-
-    state, shardings = sharding.init_sharded(init, jax.random.key(seed), mesh=mesh)
-    update = make_supervised_update(
-        policy_model(model, products=w.products),
-        optimizer,
-        UpdateConfig(micro_rows=w.batch_rows, seed=seed),
-        mesh=mesh,
-        shardings=shardings,
-        most_tokens=True,
-    )
-    columns = (
-        rich.progress.TextColumn("warm start"),
-        rich.progress.BarColumn(bar_width=20),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TextColumn("loss {task.fields[loss]:.3f}"),
-        rich.progress.TimeRemainingColumn(),
-    )
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=w.steps, loss=float("nan"))
-        for step in range(w.steps):
-            state, metrics = update(state, next(batches))
-            bar.update(task, advance=1, loss=metrics["loss"])
-            if not console.is_terminal and (step + 1) % max(w.steps // 5, 1) == 0:
-                console.print(f"warm start {step + 1}/{w.steps}  loss {metrics['loss']:.3f}")
-    return jax.device_get(hosts.local(state.params))
 
 
 def _flat(params: Any) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ how either becomes tokens is not the environment's business.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -48,9 +48,37 @@ class StepResult:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demonstration:
+    """One episode to imitate.
+
+    Attributes:
+      task: what was asked.
+      actions: what was done, turn by turn, as text.
+      observations: the environment's answers; the last one, after the end, may be "".
+      outcome: of the episode.
+      notes: `notes[i]` is what the agent would have written down before `actions[i]`, had it been
+        asked to compact its context. () from a task whose contexts are never compacted.
+      sources: `sources[i]` are the turns from which it knows that.
+    """
+
+    task: Task
+    actions: tuple[str, ...]
+    observations: tuple[str, ...]
+    outcome: float
+    notes: tuple[str, ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
+
+
 @runtime_checkable
 class Environment(Protocol):
-    """Tasks and the pure transition over their states."""
+    """Tasks and the pure transition over their states.
+
+    `reset` and `step` are called on the event loop, where nothing else goes on meanwhile: right for
+    functions of this process that take a millisecond. An environment that waits (for a search
+    engine, a sandbox, a server) sets `blocking = True` and is called in threads, many at once, or
+    writes them as `async def`. Either may fail: see `focus.rollout.tools`.
+    """
 
     name: str
     max_turns: int
@@ -67,6 +95,15 @@ class Environment(Protocol):
 
     def step(self, state: Any, action: str) -> StepResult:
         """Applies one action (the policy's text). Pure; never raises on bad actions."""
+
+
+@runtime_checkable
+class DemonstratedEnvironment(Environment, Protocol):
+    """An environment that shows how it is played: a small policy can begin by imitating that."""
+
+    def demonstrations(self, num: int, seed: int) -> Iterable[Demonstration]:
+        """Episodes on train tasks, good ones and others: what is imitated is also how to go on
+        after an error. Equal arguments give equal episodes."""
 
 
 @runtime_checkable

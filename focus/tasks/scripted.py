@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from focus.tasks import world as worlds
-from focus.tasks.base import Task
+from focus.tasks.base import Demonstration, Task
 from focus.tasks.deep_search import DeepSearch, make_deep_search
 from focus.tasks.facts import COUNTRY_RELATIONS
 
@@ -234,22 +234,6 @@ class ScriptedAgent:
         return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Demonstration:
-    """One episode: `observations[i]` is the answer to `actions[i]`.
-
-    `notes[i]` is what the agent would have written down before `actions[i]`, had it been asked
-    to compact its context, and `sources[i]` the turns from which it knows that.
-    """
-
-    task: Task
-    actions: tuple[str, ...]
-    observations: tuple[str, ...]
-    notes: tuple[str, ...]
-    sources: tuple[tuple[int, ...], ...]
-    outcome: float
-
-
 def demonstrate(env: DeepSearch, task: Task, agent: ScriptedAgent) -> Demonstration:
     """Plays one episode."""
     agent.reset(task.prompt)
@@ -267,9 +251,9 @@ def demonstrate(env: DeepSearch, task: Task, agent: ScriptedAgent) -> Demonstrat
                 task,
                 tuple(actions),
                 tuple(observations),
+                result.outcome,
                 tuple(notes),
                 tuple(sources),
-                result.outcome,
             )
 
 

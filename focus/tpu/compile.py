@@ -37,7 +37,7 @@ from focus.learner.state import init_state, make_optimizer
 from focus.learner.update import PolicyBatch, jit_accumulate, jit_apply, make_policy_loss
 from focus.policy import lora
 from focus.policy import model as models
-from focus.run import experiment
+from focus.run import experiment, learning
 from focus.tpu import flops, hlo
 from focus.tpu.chips import Slice
 
@@ -109,7 +109,7 @@ def topology_devices(slice_: Slice) -> list[Any]:
       ValueError: libtpu is not installed, or knows no such slice.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError("compiling for a TPU needs libtpu: pip install 'focus[tpu]'")
+        raise ValueError("compiling for a TPU needs libtpu: pip install -e '.[tpu]'")
     # Off a TPU host libtpu would wait for a metadata server, and it lets one process in at a time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -164,7 +164,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
         num_kv_heads=model.num_kv_heads,
     )
     policy = policy_model(model, logprob_chunk=c.learner.logprob_chunk or None)
-    optimizer = make_optimizer(experiment.optimizer_config(c))
+    optimizer = make_optimizer(learning.optimizer_config(c), experiment.trained_axes(c))
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -173,7 +173,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     )
     critic = None
     if c.critic.enabled:
-        critic = experiment.make_critic(c, model, policy, params, score=None, mesh=mesh)
+        critic = learning.make_critic(c, model, policy, params, score=None, mesh=mesh)
 
     def init(params):
         key = jax.random.key(0)
@@ -191,7 +191,7 @@ def programs(config: ml_collections.ConfigDict, mesh: Mesh) -> list[Program]:
     batch = _policy_batch(c, mesh)
     denominator = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
     gradient = state.params
-    loss = make_policy_loss(policy, experiment.loss_config(c), c.rollout.temperature)
+    loss = make_policy_loss(policy, learning.loss_config(c), c.rollout.temperature)
     accumulate = jit_accumulate(loss, mesh, shardings.params)
     apply = jit_apply(optimizer, shardings)
     score = jit_score(policy, mesh=mesh, temperature=c.rollout.temperature)

@@ -16,9 +16,12 @@ recurrence takes for every head and token three products of a vector with the me
     recurrence   6 H K W
 
 Rows are computed in chunks of C tokens, in which that is joined by scores and corrections between
-the tokens of a chunk, and by the inverse of a triangular matrix in 2 (log2(C) - 1) products:
+the tokens of a chunk, and by the inverse of a triangular matrix (`gated_delta.unit_lower_inverse`)
+from those of its C / B blocks of B rows, whose own take 2 (log2(B) - 1) products:
 
-    chunks       H (6 K W + 4 C (K + W) + 4 C^2 (log2(C) - 1))
+    chunks       H (6 K W + 4 C (K + W) + 4 B^2 (log2(B) - 1) + 2 (C^2 - B^2) / 3)
+
+The gradient of the inverse takes two products, 4 C^2.
 
 *Model* FLOPs are what the mathematics needs: c = (L + 1) / 2, the recurrence, and a backward pass
 of twice the forward. They are what MFU counts. *Hardware* FLOPs are what is executed on top of
@@ -138,9 +141,28 @@ def recurrence_flops(config: Any, chunk: int = 1) -> float:
     keys, values = config.linear_key_dim, config.linear_value_dim
     head = 6.0 * keys * values
     if chunk > 1:
-        inverse = 2 * (math.ceil(math.log2(chunk)) - 1)
-        head += 4.0 * chunk * (keys + values) + 2.0 * chunk**2 * inverse
+        head += 4.0 * chunk * (keys + values) + _inverse_flops(chunk)
     return layers * config.linear_num_value_heads * head
+
+
+def _inverse_flops(chunk: int) -> float:
+    """FLOPs of one token of a chunk in the inverse of one head, forward."""
+    block, count = gated_delta.inverse_blocks(chunk)
+    total = count * 4.0 * block**3 * max(math.log2(block) - 1, 0)
+    while count > 1:
+        count //= 2
+        total += count * 4.0 * block**3
+        block *= 2
+    return total / chunk
+
+
+def _inverse_gradient_flops(config: Any, length: int) -> float:
+    """What the backward pass of one token through inverses takes beyond twice the forward's."""
+    chunk = min(gated_delta.CHUNK, length)
+    layers = config.num_layers - attention_layers(config)
+    if not layers or chunk == 1:
+        return 0.0
+    return layers * config.linear_num_value_heads * (4.0 * chunk**2 - 2 * _inverse_flops(chunk))
 
 
 def forward_flops(config: Any, context: float) -> Flops:
@@ -236,6 +258,7 @@ def train_flops(
         + applied
         + executed.attention * (1 + others + _BACKWARD_PRODUCTS[config.attention] / 2)
         + executed.recurrence * (3 + others + chunks)
+        + _inverse_gradient_flops(config, length)
         + executed.unembedding * (passes + 1)
     )
     model = (

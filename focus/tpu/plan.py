@@ -41,7 +41,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
+import rich.box
 import rich.console
+import rich.measure
 import rich.table
 
 from focus.policy import lora
@@ -427,6 +429,9 @@ def show_search(
     table = rich.table.Table(
         title=f"A step of {budget:,} generated tokens on {chip.name} and servers of {gpu.name}",
         title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for column in ("", "slice", "mesh"):
         table.add_column(column, no_wrap=True)
@@ -447,6 +452,10 @@ def show_search(
             f"{plan.device_s:,.0f}",
             _waiting(plan),
         )
+    # Never narrower than its words: a terminal that is breaks lines and cuts no words off.
+    wide = console.options.update(max_width=1000)
+    needed = rich.measure.Measurement.get(console, wide, table).maximum
+    console.width = max(needed, console.width)
     console.print(table)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.console
@@ -172,30 +173,69 @@ def report(
     return result
 
 
+def _unit(values: Iterable[float], units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The first unit in which the largest value is 0.1 or more, else the last."""
+    largest = max(values, default=0.0)
+    return next((unit for unit in units if largest >= 0.1 * unit[0]), units[-1])
+
+
+def _byte_unit(result: dict[str, Any]) -> tuple[float, str]:
+    peaks = (p["peak_bytes"] for p in result["programs"].values())
+    return _unit(peaks, ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")))
+
+
+def _traffic_unit(result: dict[str, Any]) -> tuple[float, str]:
+    traffic = (c["num_bytes"] for p in result["programs"].values() for c in p["collectives"])
+    return _unit(traffic, ((1e9, "GB"), (1e6, "MB")))
+
+
+def _time_unit(result: dict[str, Any]) -> tuple[float, str]:
+    times = (p["time"]["total_s"] for p in result["programs"].values())
+    return _unit(times, ((1e-3, "ms"), (1e-6, "us")))
+
+
+def _many(count: float) -> str:
+    """A number of parameters."""
+    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M")) if count >= s), (1e3, "K"))
+    return f"{count / scale:.2f}{unit}"
+
+
+def _percent(share: float, decimals: int = 0) -> str:
+    """A share, with two digits where it would be rounded to nothing."""
+    small = 0 < share < 10 ** (-2 - decimals)
+    return f"{100 * share:.2g}%" if small else f"{share:.{decimals}%}"
+
+
+def _duration(seconds: float) -> str:
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * scale:.2f} {unit}"
+
+
 def _memory_rows(result: dict[str, Any]) -> list[list[str]]:
-    rows = []
+    rows, (unit, _) = [], _byte_unit(result)
     for name, p in result["programs"].items():
         parts = ("argument", "output", "temporary", "resident", "peak")
         share = p["peak_bytes"] / result["hbm_bytes_per_chip"]
         rows.append(
-            [name, *(f"{p[f'{part}_bytes'] / 2**30:.2f}" for part in parts), f"{share:.0%}"]
+            [name, *(f"{p[f'{part}_bytes'] / unit:,.2f}" for part in parts), _percent(share)]
         )
     return rows
 
 
 def _time_rows(result: dict[str, Any]) -> list[list[str]]:
-    rows = []
+    rows, (unit, _) = [], _time_unit(result)
     for name, p in result["programs"].items():
         t = p["time"]
         columns = ("compute_s", "memory_s", "collective_s", "total_s", "best_s")
-        rows.append([name, f"{p['tokens']:,}", *(f"{1e3 * t[column]:,.1f}" for column in columns)])
+        times = (f"{t[column] / unit:,.1f}" for column in columns)
+        rows.append([name, f"{p['tokens']:,}", *times])
     return rows
 
 
 def _collective_rows(result: dict[str, Any]) -> list[list[str]]:
     return [
-        [name, c["kind"], f"{c['count']:,}", f"{c['num_bytes'] / 1e9:,.2f}"]
-        + [f"{1e3 * c['seconds']:,.1f}"]
+        [name, c["kind"], f"{c['count']:,}", f"{c['num_bytes'] / _traffic_unit(result)[0]:,.2f}"]
+        + [f"{c['seconds'] / _time_unit(result)[0]:,.1f}"]
         for name, p in result["programs"].items()
         for c in p["collectives"]
         if c["num_bytes"] >= 1e6
@@ -204,28 +244,39 @@ def _collective_rows(result: dict[str, Any]) -> list[list[str]]:
 
 _TABLES = (
     (
-        "Memory per chip, GiB",
+        "Memory per chip, {bytes}",
         ["program", "arguments", "outputs", "temporaries", "other arrays", "peak", "of HBM"],
         _memory_rows,
     ),
     (
-        "Predicted time of one run, ms",
+        "Predicted time of one run, {time}",
         ["program", "tokens", "compute", "memory", "collectives", "time", "all overlap"],
         _time_rows,
     ),
     (
         "Collectives of one run per chip (1 MB or more)",
-        ["program", "kind", "count", "GB", "ms"],
+        ["program", "kind", "count", "{traffic}", "{time}"],
         _collective_rows,
     ),
 )
+
+
+def _tables(result: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and rows of each table, in units that leave something to read."""
+    units = {
+        "bytes": _byte_unit(result)[1],
+        "time": _time_unit(result)[1],
+        "traffic": _traffic_unit(result)[1],
+    }
+    for title, columns, rows in _TABLES:
+        yield title.format(**units), [c.format(**units) for c in columns], rows(result)
 
 
 def headline(result: dict[str, Any]) -> str:
     """The prediction in a few sentences."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1)
     text = (
-        f"{result['config']}: {result['num_params'] / 1e9:.2f}B parameters on {result['chips']} "
+        f"{result['config']}: {_many(result['num_params'])} parameters on {result['chips']} "
         f"chips ({result['topology']}, mesh {mesh or '1'})."
     )
     if adapters := result.get("num_adapter_params"):
@@ -242,20 +293,22 @@ def headline(result: dict[str, Any]) -> str:
     else:
         half = f"It is 50% or more where products reach {share:.0%} of the peak"
     return (
-        f"{text} An optimiser step of {step['tokens']:,} tokens takes {step['seconds']:.2f} s: "
-        f"{step['tokens_per_s']:,.0f} tokens/s, MFU {step['mfu']:.1%} "
-        f"({step['mfu_best']:.1%} if collectives hide behind arithmetic; "
-        f"{step['hardware_utilisation']:.1%} of the peak with what is computed twice). {half}."
+        f"{text} An optimiser step of {step['tokens']:,} tokens takes "
+        f"{_duration(step['seconds'])}: "
+        f"{step['tokens_per_s']:,.0f} tokens/s, MFU {_percent(step['mfu'], 1)} "
+        f"({_percent(step['mfu_best'], 1)} if collectives hide behind arithmetic; "
+        f"{_percent(step['hardware_utilisation'], 1)} of the peak with what is computed twice). "
+        f"{half}."
     )
 
 
 def show(result: dict[str, Any], console: rich.console.Console) -> None:
     """Prints the tables."""
-    for title, columns, rows in _TABLES:
+    for title, columns, rows in _tables(result):
         table = rich.table.Table(title=title, title_justify="left")
         for i, column in enumerate(columns):
             table.add_column(column, justify="right" if i and column != "kind" else "left")
-        for row in rows(result):
+        for row in rows:
             table.add_row(*row)
         console.print(table)
     console.print(headline(result), highlight=False)
@@ -276,10 +329,10 @@ def to_markdown(result: dict[str, Any], command: str) -> str:
         "",
     ]
     lines += ["```", command, "```", ""]
-    for title, columns, rows in _TABLES:
+    for title, columns, rows in _tables(result):
         lines += [f"## {title}", "", "| " + " | ".join(columns) + " |"]
         lines += ["|" + "|".join(" --- " for _ in columns) + "|"]
-        lines += ["| " + " | ".join(row) + " |" for row in rows(result)]
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
         lines.append("")
     lines += [
         "How to read it: `focus/tpu/report.py` (roofline and its assumptions), "

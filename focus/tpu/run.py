@@ -13,7 +13,7 @@ import ml_collections
 from focus.learner import sharding
 from focus.policy import lora
 from focus.policy import model as models
-from focus.run import experiment
+from focus.run import experiment, plugins
 from focus.tpu.chips import parse_topology
 from focus.tpu.compile import compile_program, programs, topology_devices
 from focus.tpu.report import report
@@ -47,6 +47,7 @@ def compile_config(
         no run would take.
     """
     slice_ = parse_topology(topology)
+    plugins.load(config.plugins)
     experiment.validate(config, has_servers=False)
     model = experiment.model_config(config)
     mesh = sharding.make_mesh(**config.mesh.to_dict(), devices=topology_devices(slice_))

@@ -57,7 +57,8 @@ class EngineStats:
       prompt_tokens: length of their prompts.
       cached_tokens: prompt tokens whose keys and values were reused.
       generated_tokens: tokens handed out.
-      discarded_tokens: tokens sampled behind a stop string.
+      discarded_tokens: tokens sampled behind a stop string, or a stop token that the device did
+        not know.
       prefill_calls: prefill programs run.
       decode_calls: decode programs run.
       aborted: completions that were aborted.
@@ -115,7 +116,9 @@ class EmbeddedEngine:
       prefill_buckets: lengths of a prefill chunk; longer suffixes go in pieces.
       batch_buckets: numbers of rows of a call, on all devices, up to `max_running`.
       decode_steps: tokens a slot may gain in one decode call.
-      max_stop_ids: most stop token ids (end-of-sequence ids included) of one request.
+      max_stop_ids: stop token ids (end-of-sequence ids included) that the device knows of a
+        request. Of one with more, up to `decode_steps` tokens are sampled behind some of them and
+        thrown away.
       weight_version: name of `params`.
       loader: reads parameters from a path, for `load_weights`.
 
@@ -170,7 +173,6 @@ class EmbeddedEngine:
         if models.is_recurrent(model):
             self._snapshots = 4 * self._rows if snapshots is None else -(-snapshots // devices)
         self._length = length
-        self._max_stop_ids = max_stop_ids
         self._loader = loader
         self._runner = Runner(
             model,
@@ -205,8 +207,8 @@ class EmbeddedEngine:
         finish reason "length". Cancelling the call frees its slot.
 
         Raises:
-          ValueError: empty or over-long prompt, id outside the vocabulary, too many stop ids,
-            an `rid` that is in flight.
+          ValueError: empty or over-long prompt, id outside the vocabulary, an `rid` that is in
+            flight.
           EngineError: the device loop failed or the engine is closed.
         """
         completion = self._admissible(request)
@@ -333,11 +335,6 @@ class EmbeddedEngine:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos
-        if len(stop_ids) > self._max_stop_ids:
-            raise ValueError(
-                f"{len(stop_ids)} stop token ids, but the engine compares with at most "
-                f"{self._max_stop_ids}: raise max_stop_ids"
-            )
         return Completion(
             request=request,
             future=asyncio.get_running_loop().create_future(),

@@ -34,7 +34,7 @@ class Runner:
       prefill_buckets: lengths of a prefill chunk, none above the smallest cache bucket.
       batch_buckets: numbers of rows of a call.
       decode_steps: tokens a completion may gain in one decode call.
-      max_stop_ids: most stop token ids of a completion.
+      max_stop_ids: stop token ids of a completion that its program looks for.
 
     Raises:
       ValueError: a bucket below 1.
@@ -224,7 +224,8 @@ class Runner:
             slots.length[i] = completion.held
             slots.count[i] = len(completion.output)
             slots.budget[i] = completion.budget
-            slots.stop_ids[i, : len(completion.stop_ids)] = sorted(completion.stop_ids)
+            known = sorted(completion.stop_ids)[: self._max_stop_ids]
+            slots.stop_ids[i, : len(known)] = known
             slots.temperature[i] = params.temperature
             slots.top_p[i] = params.top_p
             if params.top_k != -1:

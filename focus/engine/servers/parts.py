@@ -6,12 +6,20 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from focus.engine.completion import TextOf, find_stop_string, spoken
+from focus.engine.completion import TextOf, find_stop, spoken
 from focus.engine.protocol import EngineError, FinishReason, GenerateRequest, GenerateResult
+from focus.engine.wire import BadReply
 
 
 class Parts:
     """The parts of a completion between aborts, joined.
+
+    It ends at its first stop token or string. A server may go on for some tokens (it looks for
+    strings in one part alone, and several tokens may come out of one step); those are dropped,
+    since the policy was never to write them.
+
+    Attributes:
+      dropped: tokens behind the end.
 
     Args:
       request: what was asked; its budget is that of all parts together.
@@ -22,6 +30,7 @@ class Parts:
     def __init__(
         self, request: GenerateRequest, text_of: TextOf, eos_token_ids: Sequence[int] = ()
     ):
+        self.dropped = 0
         self._request = request
         self._text_of = text_of
         sampling = request.sampling
@@ -68,9 +77,25 @@ class Parts:
         )
 
     def add(self, result: GenerateResult) -> None:
-        """Takes an answer to the last `ask`."""
+        """Takes an answer to the last `ask`.
+
+        Raises:
+          BadReply: it says that it stopped, and not at what, and holds no stop: a server has taken
+            the end of turn away, which then would never be trained. Nothing of it is taken.
+        """
         known = len(self._output)
-        self._output += result.output_ids
+        output = [*self._output, *result.output_ids]
+        reason, strings = result.finish_reason, self._request.sampling.stop
+        # A server may know a token that ends completions and this process not.
+        stop_ids = self._stop_ids | ({reason.matched} if isinstance(reason.matched, int) else set())
+        stop = find_stop(output, known, stop_ids, strings, self._text_of)
+        if reason.type == "stop" and reason.matched is None and stop is None:
+            raise BadReply(
+                f"request {result.rid} stopped at nothing: of its {len(result.output_ids)} tokens "
+                f"none is of {sorted(self._stop_ids)}, and no stop string is in them. The server "
+                "leaves the end of turn out of output_ids; FOCUS trains on it"
+            )
+        self._output = output
         self._logp += result.output_logp
         for version, start, end in result.weight_versions:
             if self._spans and self._spans[-1][0] == version:
@@ -79,13 +104,12 @@ class Parts:
                 self._spans.append((version, start + known, end + known))
         if not known:  # a part that was aborted in the queue has looked nothing up
             self._cached = result.cached_tokens
-        reason = result.finish_reason
         if reason.type == "abort":
             self._finish = None if self.left else self._by_length()
         else:
             self._finish = self._by_length() if reason.type == "length" else reason
-        if known:
-            self._find_stop_across(known)
+        if stop is not None:
+            self._end(*stop)
 
     def result(self, reason: FinishReason | None = None) -> GenerateResult:
         """The completion as it is now.
@@ -119,14 +143,9 @@ class Parts:
     def _by_length(self) -> FinishReason:
         return FinishReason("length", length=len(self._output))
 
-    def _find_stop_across(self, known: int) -> None:
-        """A server sees one part: a string that begins in the part before is found here."""
-        strings = self._request.sampling.stop
-        end = spoken(self._output, self._stop_ids)
-        match = find_stop_string(self._output[:end], known, strings, self._text_of)
-        if match is None:
-            return
-        keep, matched = match
+    def _end(self, keep: int, matched: int | str) -> None:
+        """Ends it after `keep` tokens."""
+        self.dropped += len(self._output) - keep
         del self._output[keep:], self._logp[keep:]
         self._spans = [(v, start, min(end, keep)) for v, start, end in self._spans if start < keep]
         self._finish = FinishReason("stop", matched=matched)
@@ -134,7 +153,14 @@ class Parts:
 
 def _seed_after(seed: int, tokens: int) -> int:
     """The seed of a part that begins after `tokens` tokens; the request's own for the first."""
-    if not tokens:
-        return seed
-    digest = hashlib.blake2b(f"{seed}|{tokens}".encode(), digest_size=4).digest()
+    return _mixed(f"{seed}|{tokens}") if tokens else seed
+
+
+def seed_of_copy(seed: int | str, copy: int) -> int:
+    """The seed of the `copy`-th of several completions that one request asks for."""
+    return _mixed(f"{seed}|copy {copy}")
+
+
+def _mixed(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -3,8 +3,8 @@
     python -m focus.engine.servers.serve --model-path DIR --port 30000 --weight-version v0
 
 Two of these on one machine rehearse the setting of a training job and its servers, faults and
-all, without a GPU. What is not served is refused rather than ignored: streams, batches with
-several completions of a prompt, penalties, grammars, the pause mode "in_place".
+all, without a GPU. What is not served is refused rather than ignored: streams, penalties,
+grammars, the pause mode "in_place".
 
 It trusts whoever can reach it: anyone may load weights from any directory. It therefore listens
 on this machine alone unless told otherwise.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,7 +34,7 @@ from focus.engine.protocol import (
     GenerateResult,
     admissible,
 )
-from focus.engine.servers.parts import Parts
+from focus.engine.servers.parts import Parts, seed_of_copy
 from focus.engine.wire import from_payload, to_reply
 from focus.formats import hf
 
@@ -45,11 +46,13 @@ class _Request:
     """A request in the engine, or held back by a pause.
 
     Attributes:
+      batch: id of the request that it is one completion of.
       part: id under which the engine has it; None while it is held back.
       cut: whether a pause has taken it out of the engine, to go on later.
       aborted: whether its caller wants no more of it.
     """
 
+    batch: str
     part: str | None = None
     cut: bool = False
     aborted: bool = False
@@ -106,33 +109,18 @@ class Service:
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = await _json(http)
-        batch = isinstance(body.get("input_ids"), list) and any(
-            isinstance(ids, list) for ids in body["input_ids"]
-        )
-        if not batch:
-            return _reply(await self._answer(body))
-        rid, sampling = body.get("rid"), body.get("sampling_params")
-        count = len(body["input_ids"])
-        if any(isinstance(x, list) and len(x) != count for x in (rid, sampling)):
-            raise ValueError(f"rid and sampling_params must be as many as the {count} prompts")
-        each = [
-            body
-            | {
-                "input_ids": ids,
-                "rid": rid[i] if isinstance(rid, list) else f"{rid or uuid.uuid4().hex}-{i}",
-                "sampling_params": sampling[i] if isinstance(sampling, list) else sampling,
-            }
-            for i, ids in enumerate(body["input_ids"])
-        ]
-        return _reply(list(await asyncio.gather(*map(self._answer, each))))
+        several, requests = _single_requests(body)
+        replies = await asyncio.gather(*itertools.starmap(self._answer, requests))
+        return _reply(list(replies) if several else replies[0])
 
-    async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, body: dict[str, Any], batch: str = "") -> dict[str, Any]:
+        """One completion; `batch` is the id of the request that it belongs to."""
         request = from_payload(body, rid=uuid.uuid4().hex)
         if len(self._requests) >= self._max_queued:
             raise web.HTTPServiceUnavailable(text="The request queue is full.")
         if request.rid in self._requests:
             raise ValueError(f"rid {request.rid!r} is in flight already: request ids are unique")
-        self._requests[request.rid] = _Request()
+        self._requests[request.rid] = _Request(batch or request.rid)
         try:
             result = await self._complete(request, self._requests[request.rid])
         finally:
@@ -168,7 +156,7 @@ class Service:
     async def _cut(self, rid: str | None, *, aborted: bool) -> None:
         """Takes one request, or all, out of the engine: for good, or until a pause is over."""
         for name, state in list(self._requests.items()):
-            if rid is None or name == rid:
+            if rid is None or rid in (name, state.batch):
                 state.aborted |= aborted
                 state.cut = not state.aborted
                 if state.part is not None:
@@ -250,6 +238,47 @@ class Service:
                 "vocab_size": info.vocab_size,
             }
         )
+
+
+def _single_requests(body: dict[str, Any]) -> tuple[bool, list[tuple[dict[str, Any], str]]]:
+    """The completions that a body asks for, each as a body of its own.
+
+    As SGLang has it: a list of prompts, or `n` completions of each, are answered by a list, prompt
+    after prompt. Every completion has an id of its own, and of several completions of one prompt
+    each but the first a seed of its own.
+
+    Returns:
+      Whether the answer is a list; `(body, id of the whole)` of each completion.
+
+    Raises:
+      ValueError: lists of different lengths, or an `n` that is none.
+    """
+    prompts, rid, sampling = body.get("input_ids"), body.get("rid"), body.get("sampling_params")
+    is_batch = isinstance(prompts, list) and any(isinstance(ids, list) for ids in prompts)
+    if not is_batch:
+        prompts, rid, sampling = [prompts], [rid] if rid else None, [sampling]
+    if any(isinstance(x, list) and len(x) != len(prompts) for x in (rid, sampling)):
+        raise ValueError(f"rid and sampling_params must be as many as the {len(prompts)} prompts")
+    if not isinstance(sampling, list):
+        sampling = [sampling] * len(prompts)
+    if not all(params is None or isinstance(params, dict) for params in sampling):
+        raise ValueError("sampling_params must be a JSON object, or one of each prompt")
+    sampling = [dict(params or {}) for params in sampling]
+    counts = {params.pop("n", 1) for params in sampling}
+    count = counts.pop()
+    if counts or type(count) is not int or count < 1:
+        raise ValueError(f"n must be a whole number >= 1, the same of all prompts; got {count!r}")
+    requests = []
+    for i, (ids, params) in enumerate(zip(prompts, sampling, strict=True)):
+        whole = rid[i] if isinstance(rid, list) else f"{rid or uuid.uuid4().hex}-{i}"
+        for k in range(count):
+            name = whole if count == 1 else f"{whole}-{k}"
+            own = dict(params)
+            if k:
+                own["sampling_seed"] = seed_of_copy(params.get("sampling_seed") or 0, k)
+            one = body | {"input_ids": ids, "rid": name, "sampling_params": own}
+            requests.append((one, whole if isinstance(rid, list) or not rid else rid))
+    return is_batch or count > 1, requests
 
 
 @web.middleware

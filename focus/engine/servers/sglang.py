@@ -135,6 +135,7 @@ class SGLangEngine:
         self.stats.prompt_tokens += result.prompt_tokens
         self.stats.cached_tokens += result.cached_tokens
         self.stats.generated_tokens += result.completion_tokens
+        self.stats.discarded_tokens += parts.dropped
         return result
 
     async def abort(self, rid: str) -> None:
@@ -238,6 +239,8 @@ class SGLangEngine:
             resumes = parts.started
             try:
                 result = await self._ask(worker, parts.ask(self._new_rid(request.rid)), aborted)
+                if result is not None:
+                    self._take(parts, result)
             except Rejected as error:
                 raise ValueError(str(error)) from error
             except Busy as error:
@@ -252,7 +255,6 @@ class SGLangEngine:
                 last, pause_s = error, self._limits.backoff_s * 2 ** (failures - 1)
             else:
                 if result is not None:
-                    parts.add(result)
                     self.stats.resumed += resumes
                     failures = refused = 0
                 tried = ()
@@ -262,6 +264,13 @@ class SGLangEngine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await aborted.wait()
+
+    def _take(self, parts: Parts, result: GenerateResult) -> None:
+        try:
+            parts.add(result)
+        except BadReply:
+            self.stats.discarded_tokens += result.completion_tokens
+            raise
 
     async def _choose(
         self, session: str, tried: Sequence[Worker], aborted: asyncio.Event

@@ -36,7 +36,8 @@ class ServerStats:
       failures: requests to a server that failed, to be tried again.
       busy: requests that a server had no room for.
       resumed: times that a completion went on after an interruption.
-      discarded_tokens: sampled, and thrown away with a reply that could not be believed.
+      discarded_tokens: sampled, and thrown away: with a reply that could not be believed, or
+        because they stood behind the end of their completion.
       updates: weights and adapters that a worker has loaded.
       failed_updates: weights and adapters that a worker could not load.
     """
