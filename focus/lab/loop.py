@@ -27,7 +27,7 @@ from focus.credit.refine import bernoulli_noise_var, leave_one_out_values, refin
 from focus.lab import critic, exact
 from focus.lab.arms import Arm
 from focus.lab.play import Episodes, launched, play, take_state
-from focus.lab.world import World
+from focus.lab.world import World, draw_bits
 from focus.lab.worlds import make_world
 from focus.types import Array, CreditBatch
 
@@ -135,7 +135,8 @@ def sizes_of(world: World, arm: Arm, tokens_per_step: int) -> Sizes:
     return Sizes(groups, groups * arm.group_size, branch, tokens_per_step, most_from)
 
 
-def _policy(world: World, weights: Array) -> Array:
+def policy_of(world: World, weights: Array) -> Array:
+    """[R, A] probabilities of the policy that has learned `weights`."""
     push = weights if world.policy_features is None else world.policy_features @ weights
     return jax.nn.softmax(world.logits + push, axis=-1)
 
@@ -467,6 +468,133 @@ def _correlation(x: Array, y: Array, mask: Array) -> Array:
     return jnp.where(spread > 1e-20, jnp.sum(x * y) / jnp.sqrt(jnp.maximum(spread, 1e-20)), 0.0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """What a run carries from step to step.
+
+    Attributes:
+      weights: of the policy, added to the world's logits; [R, A], or [P, A] for a linear policy.
+      opt_state: of the optimiser.
+      counts: of the critic.
+      order: [.] int32 tasks in the order in which they are played.
+      place: in that order.
+      scale: running root mean square of advantages, 0 before the first step.
+    """
+
+    weights: Array
+    opt_state: Any
+    counts: critic.Counts
+    order: Array
+    place: Array
+    scale: Array
+
+
+def make_optimizer(arm: Arm) -> optax.GradientTransformation:
+    """Turns gradients into steps, of a learning rate of 1, uphill."""
+    return {"sgd": optax.identity, "adam": optax.scale_by_adam}[arm.optimizer]()
+
+
+def init_learner(
+    world: World, arm: Arm, sizes: Sizes, steps: int, order_key: Array, warm_key: Array
+) -> Learner:
+    """A policy that has learned nothing, and a critic that may have seen demonstrations.
+
+    Args:
+      world: one world.
+      arm: the method.
+      sizes: of the arm in this world.
+      steps: that are to be trained; tasks come in shuffled epochs.
+      order_key: of the epochs, consumed.
+      warm_key: of the demonstrations, consumed.
+    """
+    epochs = -(-steps * sizes.groups // world.num_tasks) + 1
+    order = jnp.argsort(draw_bits(order_key, epochs, world.num_tasks), axis=1).reshape(-1)
+    rows, features = world.logits.shape[0], world.policy_features
+    weights = jnp.zeros((rows if features is None else features.shape[1], world.num_actions))
+    counts = critic.init_counts(world)
+    if arm.critic_warmup:
+        task = jnp.arange(arm.critic_warmup, dtype=jnp.int32) % world.num_tasks
+        shown = play(
+            world, policy_of(world, weights), task, jnp.zeros_like(task), world.start[task],
+            jnp.ones(task.size, bool), warm_key,
+        )  # fmt: skip
+        counts = critic.learn(counts, world, shown, kept=1.0)
+    opt_state = make_optimizer(arm).init(weights)
+    return Learner(weights, opt_state, counts, order.astype(jnp.int32), jnp.int32(0), jnp.zeros(()))
+
+
+def learn_from(
+    world: World, arm: Arm, sizes: Sizes, learner: Learner, played: Rollouts,
+    learning_rate: Array | float,
+) -> tuple[Learner, Array, Array]:  # fmt: skip
+    """Credit for what a step has played, and the updates of policy and critic by it.
+
+    Args:
+      world: one world.
+      arm: the method.
+      sizes: of the arm in this world.
+      learner: before; its policy has played.
+      played: base rollouts and branches.
+      learning_rate: of the policy.
+
+    Returns:
+      The learner after, advantages [B, S], and bool [B, S], which of them the policy learned from.
+    """
+    policy = policy_of(world, learner.weights)
+    credit = estimate(arm.estimator, credit_batch(world, policy, arm, played), **dict(arm.hparams))
+    mask = credit.mask & played.episodes.mask
+    advantages = jnp.where(mask, credit.advantages, 0.0)
+    number = jnp.sum(mask * played.episodes.tokens)
+    square = jnp.sum(jnp.square(advantages) * played.episodes.tokens)
+    now = jnp.sqrt(square / jnp.maximum(number, 1))
+    scale = learner.scale
+    scale = jnp.where(scale > 0, RUNNING * scale + (1 - RUNNING) * now, now)
+    divisor = {"none": 1.0, "rms": now, "running": scale}[arm.normalise]
+    push = gradient(world, policy, played.episodes, advantages, mask)
+    push = push / jnp.maximum(divisor, 1e-6) * (policy.shape[0] / sizes.budget)
+    if world.policy_features is not None:
+        push = world.policy_features.T @ push
+    update, opt_state = make_optimizer(arm).update(push, learner.opt_state)
+    base = played.mean.shape[0]
+    after = Learner(
+        weights=learner.weights + learning_rate * update,
+        opt_state=opt_state,
+        counts=critic.learn(learner.counts, world, played.episodes, kept=arm.kept),
+        order=learner.order,
+        place=learner.place + jnp.sum(played.rows[:base]) // arm.group_size,
+        scale=scale,
+    )
+    return after, advantages, mask
+
+
+def train_step(
+    world: World, arm: Arm, sizes: Sizes, learner: Learner, learning_rate: Array | float, key: Array
+) -> tuple[Learner, dict[str, Array]]:
+    """One step of the method: rollouts, branches, credit, policy, critic.
+
+    Args:
+      world: one world.
+      arm: the method.
+      sizes: of the arm in this world.
+      learner: before.
+      learning_rate: of the policy.
+      key: consumed.
+
+    Returns:
+      The learner after, and what is noted of the step: fields of `History`.
+    """
+    policy = policy_of(world, learner.weights)
+    truth = exact.values(world, policy)
+    tasks = jax.lax.dynamic_slice(learner.order, (learner.place,), (sizes.groups,))
+    played = collect_rollouts(
+        world, policy, learner.counts, arm, sizes, tasks, arm.base_fraction, key
+    )
+    after, advantages, mask = learn_from(world, arm, sizes, learner, played, learning_rate)
+    record = _note(world, truth, played, advantages, mask)
+    return after, record | {"base_fraction": jnp.float32(arm.base_fraction)}
+
+
 def make_run(
     world_name: str,
     world_options: Mapping[str, Any],
@@ -493,62 +621,19 @@ def make_run(
     if steps < 1:
         raise ValueError(f"steps must be >= 1, got {steps}")
     sizes = sizes_of(any_world(world_name, world_options), arm, tokens_per_step)
-    optimizer = {"sgd": optax.identity, "adam": optax.scale_by_adam}[arm.optimizer]()
 
     def run(seed, learning_rate):
         world = make_world(world_name, seed=seed, **world_options)
         key = jax.random.fold_in(jax.random.key(jnp.asarray(seed, jnp.uint32)), 1)
         order_key, warm_key, key = jax.random.split(key, 3)
-        epochs = -(-steps * sizes.groups // world.num_tasks) + 1
-        order = jax.vmap(lambda k: jax.random.permutation(k, world.num_tasks))(
-            jax.random.split(order_key, epochs)
-        ).reshape(-1)
-        rows, features = world.logits.shape[0], world.policy_features
-        weights = jnp.zeros((rows if features is None else features.shape[1], world.num_actions))
-        counts = critic.init_counts(world)
-        if arm.critic_warmup:
-            task = jnp.arange(arm.critic_warmup, dtype=jnp.int32) % world.num_tasks
-            shown = play(
-                world, _policy(world, weights), task, jnp.zeros_like(task), world.start[task],
-                jnp.ones(task.size, bool), warm_key,
-            )  # fmt: skip
-            counts = critic.learn(counts, world, shown, kept=1.0)
 
-        def step(carry, key):
-            weights, opt_state, counts, place, scale = carry
-            policy = _policy(world, weights)
-            truth = exact.values(world, policy)
-            tasks = jax.lax.dynamic_slice(order, (place,), (sizes.groups,)).astype(jnp.int32)
-            played = collect_rollouts(
-                world, policy, counts, arm, sizes, tasks, arm.base_fraction, key
-            )
-            credit = estimate(
-                arm.estimator, credit_batch(world, policy, arm, played), **dict(arm.hparams)
-            )
-            mask = credit.mask & played.episodes.mask
-            advantages = jnp.where(mask, credit.advantages, 0.0)
-            number = jnp.sum(mask * played.episodes.tokens)
-            square = jnp.sum(jnp.square(advantages) * played.episodes.tokens)
-            now = jnp.sqrt(square / jnp.maximum(number, 1))
-            scale = jnp.where(scale > 0, RUNNING * scale + (1 - RUNNING) * now, now)
-            divisor = {"none": 1.0, "rms": now, "running": scale}[arm.normalise]
-            push = gradient(world, policy, played.episodes, advantages, mask)
-            push = push / jnp.maximum(divisor, 1e-6) * (rows / sizes.budget)
-            if features is not None:
-                push = features.T @ push
-            update, opt_state = optimizer.update(push, opt_state)
-            weights = weights + learning_rate * update
-            counts = critic.learn(counts, world, played.episodes, kept=arm.kept)
-            base = played.mean.shape[0]
-            place += jnp.sum(played.rows[:base]) // arm.group_size
-            record = _note(world, truth, played, advantages, mask)
-            return (weights, opt_state, counts, place, scale), record
+        def step(learner, key):
+            return train_step(world, arm, sizes, learner, learning_rate, key)
 
-        start = (weights, optimizer.init(weights), counts, jnp.int32(0), jnp.zeros(()))
+        start = init_learner(world, arm, sizes, steps, order_key, warm_key)
         end, records = jax.lax.scan(step, start, jax.random.split(key, steps))
-        last = exact.success(world, _policy(world, end[0]))
-        success = jnp.append(records.pop("success"), last)
-        return History(success=success, base_fraction=jnp.full(steps, arm.base_fraction), **records)
+        last = exact.success(world, policy_of(world, end.weights))
+        return History(success=jnp.append(records.pop("success"), last), **records)
 
     return run
 

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from focus.lab.world import World, step
+from focus.lab.world import World, advance, draw_uniform
 from focus.types import Array
 
 
@@ -67,23 +67,22 @@ def play(
     layers = world.num_layers
     cumulative = jnp.cumsum(policy, axis=-1)[:, :-1]
 
-    def turn(carry, inputs):
+    def turn(carry, drawn_of_turn):
         layer, state, goes_on, outcome = carry
-        key, drawn = inputs
+        drawn, chance, luck = drawn_of_turn
         here = jnp.minimum(layer, layers - 1)
         goes_on &= layer < layers
         action = jnp.sum(cumulative[world.policy_row[here, state]] <= drawn[:, None], axis=-1)
-        following, success, done = step(world, here, state, action, key)
+        following, success, done = advance(world, here, state, action, chance, luck)
         tokens = jnp.where(goes_on, world.tokens[here, state, action], 0)
         record = layer, state, action, goes_on, tokens
         outcome = jnp.where(goes_on & done, success, outcome)
         state = jnp.where(goes_on, following, state)
         return (layer + goes_on, state, goes_on & ~done, outcome), record
 
-    action_key, chance_key = jax.random.split(key)
-    drawn = jax.random.uniform(action_key, (layers, task.size))
     start = layer, state, rows, jnp.zeros(task.size)
-    end, record = jax.lax.scan(turn, start, (jax.random.split(chance_key, layers), drawn))
+    # Drawn at once: XLA takes seconds to compile a draw inside of the loop.
+    end, record = jax.lax.scan(turn, start, draw_uniform(key, layers, 3, task.size))
     layers_seen, states, actions, mask, tokens = (jnp.moveaxis(x, 0, 1) for x in record)
     return Episodes(
         task=task,

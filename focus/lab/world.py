@@ -135,7 +135,19 @@ def step(
       outcome: [...] float32, 1 where the episode ended as a success, else 0.
       done: [...] bool, whether it ended.
     """
-    chance, luck = draw_uniform(key, 2, *jnp.shape(state))
+    return advance(world, t, state, action, *draw_uniform(key, 2, *jnp.shape(state)))
+
+
+def advance(
+    world: World, t: Array | int, state: Array, action: Array, chance: Array, luck: Array
+) -> tuple[Array, Array, Array]:
+    """`step` with what is drawn given: uniform in [0, 1), the shape of `state`.
+
+    Args:
+      world, t, state, action: see `step`.
+      chance: which outcome of the action it is.
+      luck: whether an episode that ends is a success.
+    """
     where = (t, state, action)
     if world.prob.shape[-1] > 1:
         below = jnp.cumsum(world.prob[where], axis=-1)[..., :-1]
