@@ -25,9 +25,7 @@ class Arm:
       hparams: of the estimator, pairs of name and value.
       group_size: base rollouts of one task.
       rule: key of `RULES` that says where to branch, or "none".
-      base_fraction: share of the budget that base rollouts are launched for; the highest, where
-        `adaptive`.
-      adaptive: whether the share follows what branches have been worth, see `focus.lab.loop`.
+      base_fraction: share of the budget that base rollouts are launched for.
       ks: continuations that one pick may add.
       max_per_state: most continuations of one state.
       max_picks: most states that are branched in a step.
@@ -53,7 +51,6 @@ class Arm:
     group_size: int = 1
     rule: str = NO_BRANCHES
     base_fraction: float = 1.0
-    adaptive: bool = False
     ks: tuple[int, ...] = (4,)
     max_per_state: int = 4
     max_picks: int = 24
