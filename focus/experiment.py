@@ -130,6 +130,14 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
+    if c.rollout.temperature <= 0 or c.rollout.top_p != 1 or c.rollout.top_k != -1:
+        raise ValueError(
+            f"rollout.temperature={c.rollout.temperature}, rollout.top_p={c.rollout.top_p} and "
+            f"rollout.top_k={c.rollout.top_k}: what is trained has to be sampled from the whole "
+            "distribution that the loss differentiates, temperature > 0, top_p=1 and top_k=-1. "
+            "Tokens that were cut away would need each token's kept set, held fixed in the loss, "
+            "and their gradient is not 0 on average without it; lower the temperature instead"
+        )
     if c.rollout.async_depth < 0:
         raise ValueError(f"rollout.async_depth must be >= 0, got {c.rollout.async_depth}")
     if has_servers and (c.rollout.engine == "sglang") != bool(c.rollout.urls):
@@ -175,6 +183,17 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
         estimator=c.credit.estimator,
         episode_tokens=c.rollout.episode_tokens,
     )
+
+
+def remarks(c: ml_collections.ConfigDict) -> list[str]:
+    """What is allowed and should be known before a run: sentences, said once at its start."""
+    if c.rollout.async_depth and not loss_config(c).corrects:
+        return [
+            f"rollout.async_depth={c.rollout.async_depth} plays rollouts with weights that are "
+            "older than those that are trained, and nothing corrects for it: set "
+            "learner.importance_cap or learner.importance_range"
+        ]
+    return []
 
 
 def estimator_hparams(c: ml_collections.ConfigDict) -> dict[str, Any]:
@@ -454,6 +473,7 @@ def loss_config(c: ml_collections.ConfigDict) -> PolicyLossConfig:
         importance_level=c.learner.importance_level,
         importance_cap=c.learner.importance_cap,
         importance_range=_pair(c.learner.importance_range),
+        importance_rejected=c.learner.importance_rejected,
         kl_coefficient=c.learner.kl_coefficient,
         entropy_coefficient=c.learner.entropy_coefficient,
     )

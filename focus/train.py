@@ -79,6 +79,8 @@ async def _train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict
         experiment.read_chat(config, env)
     # Only now: a config that cannot work must not claim the workdir.
     workdir = open_workdir(workdir, json.loads(config.to_json()), may_differ=experiment.MAY_DIFFER)
+    for remark in experiment.remarks(config):
+        rich.console.Console(stderr=True, quiet=not hosts.is_first()).print(remark, style="yellow")
     clock = Stopwatch()
     with clock.phase("warm_start"):
         warm = warm_start.load_or_make(config, env)

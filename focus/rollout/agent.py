@@ -230,8 +230,8 @@ async def play(agent: Agent, state: State, rollout: Rollout, account: Account) -
 
     A generation that the budget or a failure cut in the middle is kept, since its tokens were
     paid, but never acted on. Then the last state's prompt ends with its last token. Except after
-    `terminal` and `format`, the last state says where the trajectory was cut: its `prompt_ids`
-    are set.
+    `terminal`, `turn_limit` and `format`, which end the task or fail it, the last state says where
+    the trajectory was cut: its `prompt_ids` are set.
 
     Args:
       agent: environment, context manager, engine.
@@ -300,11 +300,13 @@ def _arrive(agent: Agent, state: State, act: _Sample, step: StepResult) -> _Arri
     """What a turn that was acted on leads to, before any summary."""
     context = agent.contexts.observe(state.context, act.output_ids, step.observation)
     after = State(step.state, context, context.prompt_ids, state.turn + 1, context.span)
-    if step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns):
-        return _Arrival(after, "turn_limit", step.outcome or 0.0)
-    if step.done:
-        return _Arrival(dataclasses.replace(after, prompt_ids=()), "terminal", step.outcome)
-    return _Arrival(after)
+    at_limit = step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns)
+    if not (at_limit or step.done):
+        return _Arrival(after)
+    ended = dataclasses.replace(after, prompt_ids=())  # nothing is read any more
+    if at_limit:
+        return _Arrival(ended, "turn_limit", step.outcome or 0.0)
+    return _Arrival(ended, "terminal", step.outcome)
 
 
 async def _summarise(
@@ -333,7 +335,7 @@ async def _summarise(
         state = dataclasses.replace(
             state, context=context, prompt_ids=context.prompt_ids, span=context.span
         )
-    elif sample.output_ids and arrival.end != "terminal":
+    elif sample.output_ids and not over:
         state = _cut_state(state, prompt_ids, sample)
     if sample.cut is not None and not over:
         outcome = _outcome_of_cut(sample.cut)
