@@ -122,8 +122,8 @@ def get_config(method: str = "focus", *, start: str = "warm_start") -> ml_collec
     c.rollout.prefill_buckets = (48,)  # tokens of a prefill chunk,
     c.rollout.batch_buckets = (16, 32, 64)  # and rows of a call
     c.rollout.temperature = 1.0
-    c.rollout.top_p = 1.0
-    c.rollout.top_k = -1
+    c.rollout.top_p = 1.0  # what is trained is sampled from all of the distribution:
+    c.rollout.top_k = -1  # neither can be another
     c.rollout.stop = ()  # strings that end a turn, besides the chat's own end of turn
     c.rollout.max_turn_tokens = 64
     c.rollout.max_summary_tokens = 64
@@ -207,6 +207,8 @@ def get_config(method: str = "focus", *, start: str = "warm_start") -> ml_collec
     c.learner.importance_level = "token"  # token, sequence (product), geometric (mean)
     c.learner.importance_cap = 2.0
     c.learner.importance_range = ()  # (low, high): ratios outside get weight 0
+    # tokens outside: count (they stay in the loss's denominator) or drop (they leave it)
+    c.learner.importance_rejected = "count"
     c.learner.kl_coefficient = 0.0  # of the divergence from the policy that training began with
     c.learner.entropy_coefficient = 0.0
     c.learner.minibatches = 3  # optimiser steps of a step

@@ -201,8 +201,12 @@ class Trajectory:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut rather than ended by the environment."""
-        return self.end in ("turn_limit", "context_limit", "budget")
+        """Whether we cut it: the context had no room, or the budget was spent.
+
+        The environment's own turn limit is no cut but a rule of the task: who has not finished by
+        then has failed, under every method.
+        """
+        return self.end in ("context_limit", "budget")
 
     @property
     def num_tokens(self) -> int:
@@ -315,7 +319,7 @@ class CreditBatch:
       token_segment: [B, L] int32 segment of each token, -1 outside.
       token_mask: [B, L] bool, True on policy-generated tokens.
       behaviour_logp: [B, L] log-prob under the policy that sampled it.
-      truncated: [B] bool, cut by a limit, not ended by the environment.
+      truncated: [B] bool, cut by a limit of ours; the environment's turn limit is an outcome.
       staleness: [B, L] int32, training steps between the weights that sampled a token and those
         that are trained.
       value: [B, S + 1] critic or refined value of each state; column S_i is where row i ended.

@@ -197,12 +197,13 @@ def test_a_summary_that_the_budget_cuts_keeps_its_tokens():
 
 
 @pytest.mark.parametrize("ends_itself", [True, False])
-def test_the_turn_limit_truncates_whoever_enforces_it(ends_itself):
+def test_the_turn_limit_ends_the_task_whoever_enforces_it(ends_itself):
     env = CountTo(max_turns=3, ends_itself=ends_itself)
     trajectory = run(make_agent(FakeEngine(policy=saying("add 1")), env=env))
     assert (trajectory.end, trajectory.outcome) == ("turn_limit", 0.0)
-    assert trajectory.truncated and len(trajectory.segments) == 3
-    assert trajectory.states[-1].prompt_ids and trajectory.states[-1].turn == 3
+    assert not trajectory.truncated and len(trajectory.segments) == 3
+    last = trajectory.states[-1]
+    assert (last.prompt_ids, last.turn) == ((), 3)  # nobody goes on from there
 
 
 def test_the_context_limit_ends_an_episode_that_is_never_compacted():

@@ -73,7 +73,7 @@ REDUCTIONS = {
     ),
     "spro without log-ratios": (("spro", {"beta": 0.0}), ("grpo", {}), None),
     "critic_search without the judge": (
-        ("critic_search", {"weight": 0.0}), ("grpo", {"singleton": "zero"}), None,
+        ("critic_search", {"weight": 0.0}), ("grpo", {}), None,
     ),
     "swe_trace without the rubric": (("swe_trace", {"outcome_weight": 1.0}), ("grpo", {}), None),
     "cvt_rl without interventions": (("cvt_rl", {"weight": 0.0}), ("grpo", {}), None),

@@ -1,5 +1,7 @@
 """Faults that public trainers had, by number, and the test that each must pass.
 
+Those that were found by trying public reports here are in `test_pitfalls_found_here.py`.
+
 Where a fault could come back at more than one place, more than one test is named; those without
 a file are below.
 
@@ -49,17 +51,15 @@ a file are below.
  30 | ... over the tasks of a batch                           | test_pitfall_30_a_task_gets_the_same_credit_whatever_else_is_in_the_batch
 """  # noqa: E501
 
-import ast
 import asyncio
 import dataclasses
 import functools
 import random
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pitfall_table
 import pytest
 from random_trajectories import VOCAB, make_forest, make_trajectory
 from rollout_fakes import CHAT, FakeEngine, make_agent
@@ -80,18 +80,7 @@ REQUIRED = {1, 2, 3, 4, *range(7, 14), *range(15, 24), 30}
 
 
 def test_every_fault_has_a_test_that_exists():
-    cells = [line.split("|") for line in __doc__.splitlines() if re.match(r"\s*\d+ +\|", line)]
-    rows = [(int(number), test.strip()) for number, _, test in cells]
-    assert REQUIRED <= {number for number, _ in rows} <= set(range(1, 31))
-    own = Path(__file__).name
-    named = {test if "::" in test else f"{own}::{test}" for _, test in rows}
-    there = set()
-    for file in {test.split("::")[0] for test in named}:
-        tree = ast.parse((Path(__file__).parent / file).read_text())
-        there |= {f"{file}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert not named - there
-    here = {test for test in there if test.startswith(f"{own}::test_pitfall")}
-    assert here <= named, "a test of this file is missing in the table"
+    pitfall_table.check(__doc__, __file__, required=REQUIRED)
 
 
 # --- helpers -------------------------------------------------------------------------------------
@@ -250,7 +239,7 @@ def test_pitfall_8_a_group_of_one_is_an_error_of_the_config(estimator):
 def test_pitfall_10_how_a_rollout_ended_decides_and_its_width_does_not(width):
     """Both fill a batch of width 6, or neither a batch of width 12; only one was cut."""
     ended = rollout("ended", 0.0, lengths=(3, 3))
-    cut = rollout("cut", 0.0, lengths=(3, 3), end="turn_limit")
+    cut = rollout("cut", 0.0, lengths=(3, 3), end="context_limit")
     value = np.array([[0.25, 0.5, 0.75]] * 2)
     batch = to_batch([ended, cut], tokens=width, segments=2, value=value)
     np.testing.assert_array_equal(batch.truncated[:2], [False, True])

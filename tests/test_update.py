@@ -196,10 +196,76 @@ def test_policy_update_compiles_once_and_counts_its_steps():
     before = copy((train_state.params, train_state.opt_state))
     empty = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
     train_state, metrics = run(train_state, empty)
-    assert metrics == {"optimizer_steps": 0.0, "tokens": 0.0}
+    assert metrics == {"optimizer_steps": 0.0, "idle_steps": 0.0, "tokens": 0.0}
     jax.tree.map(
         np.testing.assert_array_equal, before, copy((train_state.params, train_state.opt_state))
     )
+
+
+def test_pitfall_47_a_minibatch_without_an_opinion_takes_no_step():
+    """After a step that leaves momentum, with weight decay: all advantages 0, tokens kept."""
+    setting = state.OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+    optimizer = state.make_optimizer(setting, models.logical_axes(CONFIG))
+    train_state, shardings = new_state(optimizer)
+    plan = update.UpdateConfig(micro_rows=2, minibatches=2)
+    common = {"mesh": MESH, "shardings": shardings}
+    run = update.make_policy_update(MODEL, optimizer, losses.PolicyLossConfig(), plan, **common)
+    batch = policy_batch(packed_forest())
+    train_state, metrics = run(train_state, batch)
+    assert (metrics["optimizer_steps"], metrics["idle_steps"]) == (2, 0)
+    before = copy((train_state.params, train_state.opt_state))
+    nothing = dataclasses.replace(batch, advantages=np.where(batch.mask, 0.0, np.nan))
+    train_state, metrics = run(train_state, nothing)
+    assert (metrics["optimizer_steps"], metrics["idle_steps"], metrics["grad_norm"]) == (0, 2, 0)
+    assert metrics["tokens"] == batch.mask.sum() and int(train_state.step) == 2
+    jax.tree.map(
+        np.testing.assert_array_equal, before, copy((train_state.params, train_state.opt_state))
+    )
+    # A bonus in the loss is an opinion.
+    bonus = losses.PolicyLossConfig(entropy_coefficient=0.1)
+    run = update.make_policy_update(MODEL, optimizer, bonus, plan, **common)
+    assert run(train_state, nothing)[1]["optimizer_steps"] == 2
+
+
+@pytest.mark.parametrize("level", ["token", "geometric"])
+def test_pitfall_46_rejected_tokens_count_or_leave_as_the_config_says(level):
+    """Dropped, they are as if they had never been there; counted, the step is smaller by them."""
+    train_state, shardings = new_state()
+    batch = policy_batch(packed_forest())
+    rejected = batch.mask & (np.arange(batch.mask.shape[1]) % 3 == 0)
+    ratio = np.where(rejected, 5.0, 0.0)
+    if level == "token":
+        batch = dataclasses.replace(batch, behaviour_logp=batch.old_logp - ratio)
+    else:
+        batch = dataclasses.replace(batch, importance_log_ratio=ratio)
+    assert 0 < rejected.sum() < batch.mask.sum()
+
+    def metrics_of(rejects, batch):
+        config = losses.PolicyLossConfig(
+            importance_level=level,
+            importance_cap=None,
+            importance_range=(0.5, 2.0),
+            importance_rejected=rejects,
+        )
+        run = update.make_policy_update(
+            MODEL, OPTIMIZER, config, update.UpdateConfig(micro_rows=2), mesh=MESH,
+            shardings=shardings,
+        )  # fmt: skip
+        return run(jax.tree.map(jnp.copy, train_state), batch)[1]
+
+    without = dataclasses.replace(batch, mask=batch.mask & ~rejected)
+    count, drop, never = (
+        metrics_of(*x) for x in (("count", batch), ("drop", batch), ("drop", without))
+    )
+    share = rejected.sum() / batch.mask.sum()
+    for name in ("loss", "grad_norm", "tokens", "entropy"):
+        np.testing.assert_allclose(drop[name], never[name], rtol=1e-5)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(count[name], (1 - share) * drop[name], rtol=1e-5)
+    np.testing.assert_allclose([count["importance_masked"], drop["importance_masked"]], share)
+    assert count["tokens"] == batch.mask.sum()
+    with pytest.raises(ValueError, match="importance_rejected .* count, drop; got 'keep'"):
+        losses.PolicyLossConfig(importance_rejected="keep")
 
 
 def test_an_update_raises_good_tokens_and_lowers_bad_ones():

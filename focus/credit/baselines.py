@@ -6,7 +6,7 @@ All share three rules.
   * A row takes part only if `row_mask` keeps it and it has policy tokens; the others get no
     advantage, leave the loss mask, and stay out of every baseline.
   * A truncated row may lack an outcome (NaN). Estimators that cannot bootstrap treat it as a
-    row without a score.
+    row without a score. The environment's own turn limit truncates nothing.
 None of them normalises over the batch; see `primitives.masked_whiten`.
 """
 
@@ -22,6 +22,7 @@ from focus.credit import primitives, refine, td
 from focus.credit.rows import (
     group_advantage,
     playing_rows,
+    returns,
     scored_rows,
     segment_rewards,
     segments_of,
@@ -120,9 +121,9 @@ def focus(
       lambda_mode: "fixed", or "trust": per segment from `td.trust_lambda`, with Bernoulli noise
         of outcomes in [0, 1]; with `value_covariance` less what the value's own error accounts
         for (`refine.outcome_noise`).
-      truncation: what a row that was cut by a limit counts as. "bootstrap": the value where it
-        was cut stands in for its outcome, which isn't read. "fail": its outcome counts, 0 if it
-        has none. "mask": it takes no part and its tokens leave the loss.
+      truncation: what a row counts as that we cut (budget, context). "bootstrap": the value
+        where it was cut stands in for its outcome, which isn't read. "fail": its outcome counts,
+        0 if it has none. "mask": it takes no part and its tokens leave the loss.
 
     Returns:
       `Credit`; targets["value"] [B, S] are the lambda-returns, aux["lambda"] [B, S] what was used.
@@ -193,7 +194,7 @@ def grpo(
     *,
     ddof: int = 1,
     eps: float = 1e-6,
-    singleton: primitives.Singleton = "keep",
+    singleton: primitives.Singleton = "zero",
 ) -> Credit:
     """Return of a row, standardised within its group.
 
@@ -203,7 +204,8 @@ def grpo(
       batch: core channels only; R is the outcome plus any segment rewards.
       ddof: 1 for the sample standard deviation, 0 for the population's.
       eps: added to the standard deviation.
-      singleton: the advantage of a row whose peers have no score: its own R ("keep") or "zero".
+      singleton: the advantage of a row whose peers have no score: "zero", since nothing was
+        compared, or its own R ("keep").
 
     Returns:
       `Credit`; sums to 0 over a group.
@@ -214,7 +216,7 @@ def grpo(
     return _group_credit(batch, center="mean", scale="std", ddof=ddof, eps=eps, singleton=singleton)
 
 
-def dr_grpo(batch: CreditBatch, *, singleton: primitives.Singleton = "keep") -> Credit:
+def dr_grpo(batch: CreditBatch, *, singleton: primitives.Singleton = "zero") -> Credit:
     """Return of a row minus its group's mean, without the division that favours easy groups.
 
         A_i = R_i - mean_g R
@@ -303,6 +305,8 @@ def vineppo(batch: CreditBatch, *, gaps: Gaps = "fill") -> Credit:
         return values, advantages
 
     values, advantages = jax.vmap(one_row)(rewards, estimate, estimated, segments)
+    largest = jnp.maximum(jnp.max(jnp.abs(values), axis=1), jnp.abs(returns(batch, rows)))
+    advantages = primitives.without_rounding(advantages, largest[:, None])
     aux = {"value": jnp.where(segments, values, 0.0), "estimated": estimated}
     return to_credit(batch, advantages, rows, aux=aux)
 

@@ -13,6 +13,7 @@ from focus.credit.rows import (
     group_advantage,
     group_of_segments,
     key_in_group,
+    only_compared,
     policy_tokens,
     returns,
     scored_rows,
@@ -157,7 +158,8 @@ def craft(
 
     mean = ratio(others(kept * advantage[:, None]), others(kept.astype(gap.dtype)))
     preferred = ratio(others(weight * advantage[:, None]), others(weight))
-    token = jnp.where(kept, preferred - mean, 0.0)
+    difference = primitives.without_rounding(preferred - mean, jnp.max(jnp.abs(advantage)))
+    token = jnp.where(kept, difference, 0.0)
 
     return token_credit(batch, token, rows)
 
@@ -331,7 +333,7 @@ def hpo(
     # sum_k f(k) (h(k) - p(k)), as a mean over the group's segments.
     distance = primitives.value_by_key(potential * lift, group, kept)
     aux = {"w1": jnp.max(jnp.where(kept, distance, 0.0), axis=1)}
-    return to_credit(batch, credit, rows, aux=aux)
+    return to_credit(batch, only_compared(batch, rows, credit), rows, aux=aux)
 
 
 def _group_potentials(batch, kept, lift, cost, temperature, iterations) -> Array:

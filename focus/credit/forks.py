@@ -57,12 +57,12 @@ def spo_tree(
     at = jnp.maximum(batch.leaf_traj, 0)
     scored = (batch.leaf_traj >= 0) & rows[at]
     value, known = primitives.tree_backup(total[at], scored, batch.parent)
-    edge = value - value[jnp.maximum(batch.parent, 0)]
+    # A parent's value is the mean of its children's: each is compared with its siblings.
     has_parent = known & (batch.parent >= 0)
+    siblings = primitives.group_statistics(value, batch.parent, has_parent, ddof=0)
+    edge = siblings.centred
     if scale == "std":
-        spread = primitives.group_statistics(value, batch.parent, has_parent, ddof=0).std
-        edge = edge / (spread + eps)
-    edge = jnp.where(has_parent, edge, 0.0)
+        edge = edge / (siblings.std + eps)
     node = batch.node_of_segment
     advantages = jnp.where(node >= 0, edge[jnp.maximum(node, 0)], 0.0)
     credit = to_credit(batch, advantages, rows, aux={"node_value": value})
@@ -125,6 +125,7 @@ def at2po(
         "diff_global": value - root,
         "diff_localglobal": 2 * value - root - above,
     }[advantage]
+    of_node = primitives.without_rounding(of_node, jnp.max(jnp.abs(z)))
     of_node = jnp.where(reached, jnp.where(is_root, value, of_node), 0.0)
     index = batch.node_of_segment
     advantages = jnp.where(index >= 0, of_node[jnp.maximum(index, 0)], 0.0)
@@ -193,7 +194,7 @@ def pivoarl(
     norm = {"scale": scale, "ddof": ddof, "eps": eps}
     within = primitives.group_normalise(total, family, rows & retried, **norm)
     fresh = rows & (batch.parent_traj < 0)
-    alone = primitives.group_normalise(total, batch.group_id, fresh, singleton="keep", **norm)
+    alone = primitives.group_normalise(total, batch.group_id, fresh, **norm)
     scalar = jnp.where(retried, within, alone)
     shared = fork[:, None] & before
     best = jax.ops.segment_max(jnp.where(shared, scalar[:, None], -jnp.inf), family, size)
@@ -260,10 +261,11 @@ def cbpo(
     off = jnp.square(total - mean[jnp.where(fork, node, 0)])
     spread = (at_nodes(jnp.where(fork, off, 0)) + jnp.square(total[head] - mean)) / count
     spread = jnp.where(valid & (spread > 0), jnp.sqrt(jnp.where(spread > 0, spread, 1.0)), 0.0)
-    centre = primitives.masked_mean(spread, valid)
-    variance = primitives.masked_mean(jnp.square(spread - centre), valid)
-    sigma = jnp.sqrt(jnp.where(variance > 0, variance, 1.0))
-    z = jnp.where(valid & (variance > 1e-12), (spread - centre) / (sigma + eps), 0.0)
+    everywhere = jnp.where(valid, 0, -1)
+    spread = primitives.group_statistics(
+        spread, everywhere, valid, ddof=0, size=jnp.abs(mean) + spread
+    )
+    z = spread.centred / (spread.std + eps)
 
     def final(advantage, z):
         limit = jnp.abs(advantage) / phi

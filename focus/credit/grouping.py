@@ -15,6 +15,7 @@ from focus.credit.rows import (
     group_advantage,
     group_of_segments,
     key_in_group,
+    only_compared,
     returns,
     returns_to_go,
     scored_rows,
@@ -32,9 +33,7 @@ def _episode(batch, rows, segments, total, episode_stats, **normalisation):
     if episode_stats == "traj":
         return group_advantage(batch, rows, **normalisation)[:, None]
     repeated = jnp.broadcast_to(total[:, None], segments.shape)
-    return primitives.group_normalise(
-        repeated, group_of_segments(batch), segments, singleton="keep", **normalisation
-    )
+    return primitives.group_normalise(repeated, group_of_segments(batch), segments, **normalisation)
 
 
 def gigpo(
@@ -78,7 +77,8 @@ def gigpo(
     episode = _episode(batch, rows, segments, total, episode_stats, **norm)
     key = key_in_group(batch, batch.state_key)
     step = primitives.group_normalise(to_go, key, segments, **norm)
-    return to_credit(batch, episode + step_weight * step, rows)
+    advantages = only_compared(batch, rows, episode + step_weight * step)
+    return to_credit(batch, advantages, rows)
 
 
 def proxmo(
@@ -156,7 +156,8 @@ def proxmo(
     step = primitives.kernel_baseline(
         to_go.ravel(), similarity, group.ravel(), segments.ravel(), temperature=temperature
     ).reshape(segments.shape)
-    return to_credit(batch, episode * weight + step_weight * step, rows)
+    advantages = only_compared(batch, rows, episode * weight + step_weight * step)
+    return to_credit(batch, advantages, rows)
 
 
 def pgpo(
@@ -201,18 +202,19 @@ def pgpo(
     phi = jnp.where(key >= 0, primitives.value_by_key(to_go, key, segments), to_go)
     phi = jnp.where(segments, phi, 0.0)
     rewards = segment_rewards(batch, rows, batch.outcome)
-    step = primitives.potential_difference(
-        phi, primitives.next_value(phi, segments), reward=rewards
-    )
-    delta = jnp.where(segments, step, 0.0)
+    after = primitives.next_value(phi, segments)
+    size = jnp.abs(phi) + jnp.abs(after) + jnp.abs(rewards)
+    delta = primitives.potential_difference(phi, after, reward=rewards)
+    delta = jnp.where(segments, primitives.without_rounding(delta, size), 0.0)
     norm = {"ddof": ddof, "eps": eps}
     step = primitives.group_normalise(to_go, key, segments, **norm)
     change = delta
     if potential == "zscore":
-        change = primitives.group_normalise(delta, key, segments, **norm)
+        change = primitives.group_normalise(delta, key, segments, size=size, **norm)
     won = batch.success.astype(to_go.dtype)
     rate = jnp.clip(primitives.value_by_key(won, batch.group_id, rows), 0.0, 1.0)
     advantages = step + beta * ((1 - rate) ** alpha)[:, None] * change
+    advantages = only_compared(batch, rows, advantages)
     return to_credit(batch, advantages, rows, aux={"potential": phi, "delta": delta})
 
 
@@ -265,9 +267,7 @@ def tigpo(
     groups = jnp.concatenate([batch.group_id, batch.hist_group])
     kept = jnp.concatenate([rows & batch.is_revisit, batch.hist_group >= 0])
     again = primitives.group_normalise(scores, groups, kept, **norm)[: total.size]
-    fresh = primitives.group_normalise(
-        total, batch.group_id, rows & ~batch.is_revisit, singleton="keep", **norm
-    )
+    fresh = primitives.group_normalise(total, batch.group_id, rows & ~batch.is_revisit, **norm)
     episode = jnp.where(batch.is_revisit, again, fresh)
     advantages = step_weight * step + episode_weight * episode[:, None]
     return to_credit(batch, advantages, rows, aux={"q": q})
@@ -348,7 +348,10 @@ def a3(
     # A state that one row visits has nothing to compare, hence no support.
     known = segments & (child >= 0) & (above.count > 1)
     shrink = jnp.where(known, peers.count / (peers.count + shrinkage), 0.0)
-    gain = jnp.where(known, shrink * (peers.mean - above.mean), 0.0)
+    gap = primitives.without_rounding(
+        peers.mean - above.mean, jnp.abs(peers.mean) + jnp.abs(above.mean)
+    )
+    gain = jnp.where(known, shrink * gap, 0.0)
     support = primitives.reward_to_go(shrink, segments, discount=discount)
     gain = primitives.reward_to_go(gain, segments, discount=discount)
     tree = support / (support + shrinkage) * gain
@@ -359,7 +362,8 @@ def a3(
 
     mixed = scaled(backbone) + trie_weight * scaled(trie) + tree_weight * scaled(tree)
     aux = {"backbone": backbone, "trie": trie, "tree": tree}
-    return to_credit(batch, bound * jnp.tanh(mixed / bound), rows, aux=aux)
+    advantages = only_compared(batch, rows, bound * jnp.tanh(mixed / bound))
+    return to_credit(batch, advantages, rows, aux=aux)
 
 
 def g2po(
@@ -395,7 +399,8 @@ def g2po(
     known = segments & (batch.next_state_key >= 0)
     local = primitives.group_normalise(value, key_in_group(batch, batch.state_key), known, **norm)
     overall = group_advantage(batch, rows, **norm)
-    return to_credit(batch, primitives.mix(overall[:, None], local, weight, rule="add"), rows)
+    advantages = primitives.mix(overall[:, None], local, weight, rule="add")
+    return to_credit(batch, only_compared(batch, rows, advantages), rows)
 
 
 def gagpo(
@@ -428,10 +433,12 @@ def gagpo(
     key = key_in_group(batch, batch.state_key)
     value = jnp.where(key >= 0, primitives.value_by_key(to_go, key, segments), to_go)
     advantages = primitives.masked_gae(value, rewards, segments, discount=discount, lambda_=lambda_)
+    # Sums of differences of values: what is rounded is as large as these.
     advantages = primitives.group_normalise(
-        advantages, group_of_segments(batch), segments, scale=scale, ddof=ddof, eps=eps
-    )
-    return to_credit(batch, advantages, rows, aux={"value": value})
+        advantages, group_of_segments(batch), segments, scale=scale, ddof=ddof, eps=eps,
+        size=jnp.abs(value) * segments.shape[1],
+    )  # fmt: skip
+    return to_credit(batch, only_compared(batch, rows, advantages), rows, aux={"value": value})
 
 
 SPECS: dict[str, EstimatorSpec] = {

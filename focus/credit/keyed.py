@@ -22,6 +22,28 @@ Singleton = Literal["zero", "keep"]
 
 # Makes the median absolute deviation of a normal sample estimate its standard deviation.
 MAD_TO_STD = 1.4826
+# A scale may be 0 where the data are not: the median absolute deviation as soon as half of a group
+# agree, a standard deviation where nothing is centred. Its floor is this share of the group's
+# standard deviation, or root mean square, in the units of the data (this project's rule).
+SCALE_FLOOR = 0.5
+# A difference of so many units in the last place is rounding and no difference.
+ROUNDING = 8 * float(jnp.finfo(jnp.float32).eps)
+
+
+def without_rounding(x: Array, size: Array) -> Array:
+    """`x`, or 0 where it is no more than what rounding leaves of numbers as large as `size`.
+
+    Two ways to compute one number differ by units in the last place. A comparison that is divided
+    by its own spread would make credit of them.
+
+    Args:
+      x: differences, any shape.
+      size: magnitude of what was subtracted; broadcasts with `x`.
+
+    Returns:
+      The shape of `x`.
+    """
+    return jnp.where(jnp.abs(x) <= ROUNDING * size, 0.0, x)
 
 
 def joint_key(*keys: Array) -> Array:
@@ -52,9 +74,9 @@ class GroupStatistics(NamedTuple):
 
     Attributes:
       count: kept entries with the same key; 0 for entries that are not kept.
-      mean: their mean.
+      mean: their mean, one number for all of them.
       std: their standard deviation, 0 when the count does not exceed `ddof`.
-      centred: the entry minus the mean; exactly 0 when the whole group is equal.
+      centred: the entry minus the mean; exactly 0 where that is rounding alone.
     """
 
     count: Array
@@ -63,7 +85,9 @@ class GroupStatistics(NamedTuple):
     centred: Array
 
 
-def group_statistics(x: Array, key: Array, mask: Array, *, ddof: int = 1) -> GroupStatistics:
+def group_statistics(
+    x: Array, key: Array, mask: Array, *, ddof: int = 1, size: Array | None = None
+) -> GroupStatistics:
     """Mean and standard deviation over the entries that share a key.
 
     Args:
@@ -71,31 +95,42 @@ def group_statistics(x: Array, key: Array, mask: Array, *, ddof: int = 1) -> Gro
       key: int32, the shape of `x`; any integers, equal within a group. Negative: no group.
       mask: bool, the shape of `x`; entries that count.
       ddof: 1 divides by n - 1, 0 by n.
+      size: the shape of `x`, magnitude of the numbers that it is a difference of, where these are
+        larger than itself; see `without_rounding`.
 
     Returns:
       `GroupStatistics`, each of the shape of `x`, 0 for entries that are in no group.
     """
     chex.assert_equal_shape([x, key, mask])
     chex.assert_type(x, float)
-    shape, size = x.shape, x.size
+    shape, slots = x.shape, x.size + 1
     kept = (mask & (key >= 0)).ravel()
     # Keys are compacted here, so that a key beyond the array's size is not silently dropped.
-    group = jnp.where(kept, joint_key(jnp.where(kept, key.ravel(), -1)), size)
+    group = jnp.where(kept, joint_key(jnp.where(kept, key.ravel(), -1)), x.size)
 
     def total(values):
-        return jax.ops.segment_sum(jnp.where(kept, values, 0.0), group, size + 1)[group]
+        return jax.ops.segment_sum(jnp.where(kept, values, 0.0), group, slots)[group]
 
-    count = total(jnp.ones(size, x.dtype))
+    count = total(jnp.ones(x.size, x.dtype))
     safe_count = jnp.maximum(count, 1.0)
     flat = jnp.where(kept, x.ravel(), 0.0)
     # Measured from a member of the group, so that rounding cannot tell equal entries apart.
-    anchor = jax.ops.segment_min(jnp.where(kept, flat, jnp.inf), group, size + 1)[group]
-    offset = jnp.where(kept, flat - jax.lax.stop_gradient(anchor), 0.0)
-    centred = jnp.where(kept, offset - total(offset) / safe_count, 0.0)
+    anchor = jax.ops.segment_min(jnp.where(kept, flat, jnp.inf), group, slots)[group]
+    anchor = jax.lax.stop_gradient(jnp.where(kept, anchor, 0.0))
+    offset = jnp.where(kept, flat - anchor, 0.0)
+    mean_offset = total(offset) / safe_count
+    magnitude = jnp.abs(flat)
+    if size is not None:
+        magnitude = jnp.maximum(
+            magnitude, jnp.where(kept, jnp.broadcast_to(size, shape).ravel(), 0)
+        )
+    magnitude = jax.ops.segment_max(jnp.where(kept, magnitude, 0.0), group, slots)[group]
+    centred = jnp.where(kept, offset - mean_offset, 0.0)
+    centred = without_rounding(centred, jax.lax.stop_gradient(magnitude))
     variance = total(jnp.square(centred)) / jnp.maximum(count - ddof, 1.0)
     spread = variance > 0
     std = jnp.where(spread, jnp.sqrt(jnp.where(spread, variance, 1.0)), 0.0)
-    fields = (count, flat - centred, std, centred)
+    fields = (count, anchor + mean_offset, std, centred)
     return GroupStatistics(*(jnp.where(kept, f, 0.0).reshape(shape) for f in fields))
 
 
@@ -109,6 +144,7 @@ def group_normalise(
     ddof: int = 1,
     eps: float = 1e-6,
     singleton: Singleton = "zero",
+    size: Array | None = None,
 ) -> Array:
     """Compares each entry with the others that share its key.
 
@@ -119,14 +155,16 @@ def group_normalise(
       key: int32, the shape of `x`; negative: no group.
       mask: bool, the shape of `x`; entries that count.
       center: "mean" of the group, "loo" (mean of the others), the lower "median" or "none".
-      scale: "std" of the group, "mad" (1.4826 times the median absolute deviation) or "none".
+      scale: "std" of the group, "mad" (1.4826 times the median absolute deviation) or "none". At
+        least half the standard deviation, or half the root mean square where `center` is "none".
       ddof: for the standard deviation; 1 divides by n - 1, 0 by n.
       eps: added to the standard deviation.
       singleton: an entry alone in its group gives "zero", or "keep" its own x, unscaled.
+      size: see `group_statistics`.
 
     Returns:
-      The shape of `x`, 0 for entries that are in no group. A group of equal entries gives
-      exactly 0 when centred.
+      The shape of `x`, 0 for entries that are in no group. A group of entries that are equal but
+      for rounding gives exactly 0 when centred.
 
     Raises:
       ValueError: unknown `center`, `scale` or `singleton`.
@@ -134,7 +172,7 @@ def group_normalise(
     require_choice("center", center, ("mean", "loo", "median", "none"))
     require_choice("scale", scale, ("std", "mad", "none"))
     require_choice("singleton", singleton, ("zero", "keep"))
-    statistics = group_statistics(x, key, mask, ddof=ddof)
+    statistics = group_statistics(x, key, mask, ddof=ddof, size=size)
     grouped, alone = statistics.count > 0, statistics.count == 1
     if center == "mean":
         y = statistics.centred
@@ -144,10 +182,15 @@ def group_normalise(
         y = jnp.where(grouped, x, 0.0) - group_median(x, key, mask)
     else:
         y = x
-    if scale == "std":
-        y = y / (statistics.std + eps)
-    elif scale == "mad":
-        y = y / (MAD_TO_STD * group_mad(x, key, mask) + eps)
+    if scale != "none":
+        mad = scale == "mad"
+        spread = MAD_TO_STD * group_mad(x, key, mask) if mad else statistics.std
+        typical = statistics.std
+        if center == "none":
+            square = jnp.square(typical) + jnp.square(statistics.mean)
+            typical = jnp.sqrt(jnp.where(square > 0, square, 1.0)) * (square > 0)
+        spread = jnp.maximum(spread, SCALE_FLOOR * typical)
+        y = jnp.where(typical > 0, y / (spread + eps), 0.0)
     y = jnp.where(alone, x if singleton == "keep" else 0.0, y)
     return jnp.where(grouped, y, 0.0)
 
@@ -215,7 +258,8 @@ def group_mad(x: Array, key: Array, mask: Array) -> Array:
       x, key, mask: see `group_median`.
 
     Returns:
-      The shape of `x`, 0 for entries that are in no group.
+      The shape of `x`, 0 for entries that are in no group; 0 too where more than half of a group
+      agree, so that whoever divides by it needs a floor.
     """
     kept = mask & (key >= 0)
     centred = jnp.where(kept, x, 0.0) - group_median(x, key, mask)
@@ -294,6 +338,7 @@ def kernel_baseline(
         top = jnp.where(kept[index], jnp.max(logits), 0.0)
         weight = jnp.where(peers, jnp.exp(jnp.where(peers, logits - top, 0.0)), 0.0)
         total = jnp.where(kept[index], jnp.sum(weight), 1.0)
-        return jnp.where(kept[index], x[index] - jnp.sum(weight * x) / total, 0.0)
+        # The difference of each is weighted: that of equal entries is exactly 0.
+        return jnp.where(kept[index], jnp.sum(weight * (x[index] - x)) / total, 0.0)
 
     return jax.lax.map(one, jnp.arange(x.size), batch_size=batch_size)

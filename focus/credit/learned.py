@@ -219,7 +219,7 @@ def critic_search(
     rows = scored_rows(batch)
     segments = segments_of(batch, rows)
     norm = {"ddof": ddof, "eps": eps}
-    overall = group_advantage(batch, rows, singleton="zero", **norm)
+    overall = group_advantage(batch, rows, **norm)
     group = group_of_segments(batch)
     local = primitives.group_normalise(batch.score, group, segments, **norm)
     return to_credit(batch, primitives.mix(overall[:, None], local, weight, rule=mix), rows)
@@ -248,9 +248,7 @@ def swe_trace(
     rubric = jnp.sum(jnp.where(last, batch.score, 0.0), axis=1)
     reward = outcome_weight * batch.success + (1 - outcome_weight) * rubric
     reward = jnp.where(rows, reward, 0.0)
-    scalar = primitives.group_normalise(
-        reward, batch.group_id, rows, ddof=ddof, eps=eps, singleton="keep"
-    )
+    scalar = primitives.group_normalise(reward, batch.group_id, rows, ddof=ddof, eps=eps)
     return to_credit(
         batch,
         scalar[:, None],
@@ -315,7 +313,7 @@ def vis_critic(
     segments = segments_of(batch, rows)
     total = jnp.where(segments, batch.score, 0.0)
     total = total + segment_rewards(batch, rows, batch.outcome)
-    to_go = primitives.reward_to_go(total, segments, discount=discount)
+    to_go = primitives.reward_to_go(total, segments, discount=discount, in_order=True)
     group = group_of_segments(batch)
     return to_credit(
         batch, primitives.group_normalise(to_go, group, segments, ddof=ddof, eps=eps), rows
@@ -439,8 +437,9 @@ def sapo_2608_19842(
     }
     if whiten:
         everyone = jnp.zeros(segments.shape, jnp.int32)
+        size = jnp.abs(value) * segments.shape[1]  # of what is subtracted, and adds up along a row
         advantages = primitives.group_normalise(
-            advantages, everyone, segments, ddof=ddof, eps=eps, singleton="keep"
+            advantages, everyone, segments, ddof=ddof, eps=eps, size=size
         )
     return to_credit(batch, advantages, rows, targets=targets)
 

@@ -29,6 +29,7 @@ from focus.credit.keyed import (
     lookup_by_key,
     mean_of_others,
     value_by_key,
+    without_rounding,
 )
 from focus.types import Array
 
@@ -72,6 +73,7 @@ __all__ = [
     "tree_backup",
     "tree_sum",
     "value_by_key",
+    "without_rounding",
 ]
 
 Backup = Literal["child_mean", "leaf_mean", "child_softmax"]
@@ -81,7 +83,7 @@ Backup = Literal["child_mean", "leaf_mean", "child_softmax"]
 
 
 def masked_mean(x: Array, mask: Array, axis: int | tuple[int, ...] | None = None) -> Array:
-    """Mean of the kept entries; 0 where none is kept.
+    """Mean of the kept entries, of equal ones exactly their value; 0 where none is kept.
 
     Args:
       x: any shape.
@@ -92,27 +94,36 @@ def masked_mean(x: Array, mask: Array, axis: int | tuple[int, ...] | None = None
       `x` reduced over `axis`.
     """
     chex.assert_equal_shape([x, mask])
-    count = jnp.sum(mask, axis=axis)
-    return jnp.sum(jnp.where(mask, x, 0.0), axis=axis) / jnp.maximum(count, 1)
+    count = jnp.sum(mask, axis=axis, keepdims=True)
+    lowest = jnp.min(jnp.where(mask, x, jnp.inf), axis=axis, keepdims=True)
+    lowest = jax.lax.stop_gradient(jnp.where(count > 0, lowest, 0.0))
+    above = jnp.sum(jnp.where(mask, x - lowest, 0.0), axis=axis, keepdims=True)
+    return jnp.squeeze(lowest + above / jnp.maximum(count, 1), axis=axis)
 
 
-def masked_whiten(x: Array, mask: Array, *, eps: float = 1e-8) -> Array:
+def masked_whiten(x: Array, mask: Array, *, eps: float = 1e-8, size: Array | float = 0.0) -> Array:
     """Shifts and scales the kept entries to mean 0 and variance 1 over the whole array.
 
         y = (x - mean) / sqrt(var + eps),   var with n - 1 in the denominator
 
-    A separate step on purpose: no estimator calls it. Apply it to the global batch; statistics
-    of a shard are another function.
+    A separate step on purpose: estimators call it only where their source does, as an argument
+    that is written down (`whiten`). Apply it to the global batch; statistics of a shard are
+    another function.
 
     Args:
       x: any shape.
       mask: bool, the shape of `x`; True entries are kept.
       eps: added to the variance.
+      size: magnitude of the numbers that `x` is a difference of, where larger than itself; see
+        `without_rounding`.
 
     Returns:
-      The shape of `x`, 0 outside the mask; 0 too when a single entry is kept.
+      The shape of `x`, 0 outside the mask; 0 too where a single entry is kept, or all are equal
+      but for rounding.
     """
+    largest = jnp.max(jnp.where(mask, jnp.maximum(jnp.abs(x), size), 0.0))
     centred = jnp.where(mask, x - masked_mean(x, mask), 0.0)
+    centred = without_rounding(centred, jax.lax.stop_gradient(largest))
     variance = jnp.sum(jnp.square(centred)) / jnp.maximum(jnp.sum(mask) - 1, 1)
     return centred * jax.lax.rsqrt(variance + eps)
 
@@ -120,16 +131,28 @@ def masked_whiten(x: Array, mask: Array, *, eps: float = 1e-8) -> Array:
 # --- along time --------------------------------------------------------------------------------
 
 
-def reverse_recurrence(b: Array, a: Array) -> Array:
+def reverse_recurrence(b: Array, a: Array, *, in_order: bool = False) -> Array:
     """Solves `y_t = b_t + a_t y_{t+1}`, `y_T = 0`, along the last axis in logarithmic depth.
 
     Args:
       b, a: [..., T].
+      in_order: step by step from the end instead, T steps deep: what follows alike is rounded
+        alike, wherever it stands in a row and whatever the row is padded with.
 
     Returns:
       [..., T].
     """
     chex.assert_equal_shape([b, a])
+    if in_order:
+
+        def step(following, x):
+            current = x[0] + x[1] * following
+            return current, current
+
+        along = jnp.moveaxis(b, -1, 0), jnp.moveaxis(a, -1, 0)
+        return jnp.moveaxis(
+            jax.lax.scan(step, jnp.zeros_like(b[..., 0]), along, reverse=True)[1], 0, -1
+        )
 
     def combine(later, earlier):
         return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
@@ -137,19 +160,23 @@ def reverse_recurrence(b: Array, a: Array) -> Array:
     return jax.lax.associative_scan(combine, (a, b), reverse=True, axis=b.ndim - 1)[1]
 
 
-def reward_to_go(r: Array, mask: Array, *, discount: Array | float = 1.0) -> Array:
+def reward_to_go(
+    r: Array, mask: Array, *, discount: Array | float = 1.0, in_order: bool = False
+) -> Array:
     """Discounted sum of this and all later rewards; absent steps do not discount.
 
     Args:
       r: [..., T].
       mask: [..., T] bool, steps that exist.
       discount: scalar or [..., T], per existing step.
+      in_order: see `reverse_recurrence`.
 
     Returns:
       [..., T], 0 on absent steps.
     """
     decay = jnp.where(mask, discount, 1.0).astype(r.dtype)
-    return jnp.where(mask, reverse_recurrence(jnp.where(mask, r, 0.0), decay), 0.0)
+    r = jnp.where(mask, r, 0.0)
+    return jnp.where(mask, reverse_recurrence(r, decay, in_order=in_order), 0.0)
 
 
 def next_value(v: Array, mask: Array) -> Array:

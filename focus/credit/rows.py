@@ -4,8 +4,9 @@ All estimators share three rules.
   * The outcome is added to the reward of the row's last valid segment.
   * A row takes part only if `row_mask` keeps it and it has policy tokens; the others get no
     advantage, leave the loss mask, and stay out of every baseline.
-  * A truncated row may lack an outcome (NaN). Estimators that cannot bootstrap treat it as a
-    row without a score.
+  * A truncated row, which ran into a limit of ours, may lack an outcome (NaN). Estimators that
+    cannot bootstrap treat it as a row without a score. The environment's own turn limit cuts
+    nothing: it is an outcome, the same for every estimator.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ def playing_rows(batch: CreditBatch) -> Array:
 def scored_rows(batch: CreditBatch) -> Array:
     """Playing rows [B] bool that have an outcome; a truncated row may lack one."""
     return playing_rows(batch) & ~(batch.truncated & jnp.isnan(batch.outcome))
+
+
+def only_compared(batch: CreditBatch, rows: Array, advantages: Array) -> Array:
+    """Advantages [B, S] of those of `rows` [B] whose group has another of them, 0 of the others.
+
+    A method that compares the segments of a group would compare a lone row's with each other.
+    """
+    count = primitives.group_statistics(jnp.zeros(rows.shape), batch.group_id, rows).count
+    return jnp.where(count[:, None] > 1, advantages, 0.0)
 
 
 def segments_of(batch: CreditBatch, rows: Array) -> Array:
@@ -85,9 +95,13 @@ def returns(batch: CreditBatch, rows: Array) -> Array:
 
 
 def returns_to_go(batch: CreditBatch, rows: Array, *, discount: float = 1.0) -> Array:
-    """Discounted return [B, S] from each segment on, outcome included; 0 off `rows`."""
+    """Discounted return [B, S] from each segment on, outcome included; 0 off `rows`.
+
+    Equal where as much follows, to the last bit: rows of any length are compared by state.
+    """
     rewards = segment_rewards(batch, rows, batch.outcome)
-    return primitives.reward_to_go(rewards, segments_of(batch, rows), discount=discount)
+    segments = segments_of(batch, rows)
+    return primitives.reward_to_go(rewards, segments, discount=discount, in_order=True)
 
 
 def group_of_segments(batch: CreditBatch) -> Array:
@@ -108,7 +122,7 @@ def group_advantage(
     scale: primitives.Scale = "std",
     ddof: int = 1,
     eps: float = 1e-6,
-    singleton: primitives.Singleton = "keep",
+    singleton: primitives.Singleton = "zero",
 ) -> Array:
     """Return [B] of each row compared with its group's; see `primitives.group_normalise`."""
     return primitives.group_normalise(

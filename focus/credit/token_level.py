@@ -111,7 +111,8 @@ def ppo_token(
     )
     targets = jnp.where(mask, advantages + batch.token_value, 0.0)
     if whiten:
-        advantages = primitives.masked_whiten(advantages, mask)
+        size = jnp.where(mask, jnp.abs(batch.token_value), 0.0)
+        advantages = primitives.masked_whiten(advantages, mask, size=size)
     return token_credit(batch, advantages, rows, targets={"token_value": targets})
 
 
@@ -164,7 +165,8 @@ def bilevel_gae(
     )
     targets = jnp.where(mask, advantages + batch.token_value, 0.0)
     if whiten:
-        advantages = primitives.masked_whiten(advantages, mask)
+        size = jnp.where(mask, jnp.abs(batch.token_value), 0.0)
+        advantages = primitives.masked_whiten(advantages, mask, size=size)
     return token_credit(batch, advantages, rows, targets={"token_value": targets})
 
 

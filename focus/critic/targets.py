@@ -66,7 +66,7 @@ def trajectory_targets(
       rewards: [S] segment rewards without the outcome.
       outcome: [] final reward, NaN where there is no score.
       mask: [S] bool, segments that exist; elsewhere anything may stand, NaN included.
-      truncated: [] whether a limit cut it.
+      truncated: [] whether a limit of ours cut it, see `Trajectory.truncated`.
       is_branch: [] whether it continues from a state of another trajectory.
       truncation: targets of a cut trajectory: "bootstrap", its outcome is replaced by the value
         of the state where it was cut; "fail", the outcome stands as scored; "mask", none.

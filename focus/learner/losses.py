@@ -15,6 +15,7 @@ import dataclasses
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from focus.types import Array
 
@@ -24,6 +25,8 @@ _MAX_LOG_RATIO = 20.0
 
 # What an importance ratio is taken over: see `sequence_log_ratio`.
 IMPORTANCE_LEVELS = ("token", "sequence", "geometric")
+# What becomes of tokens outside of the importance range.
+IMPORTANCE_REJECTED = ("count", "drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,10 @@ class PolicyLossConfig:
       importance_cap: bound on the weight that this ratio gives to a token; None: no bound.
       importance_range: `(low, high)`, tokens with a ratio outside get weight 0; None keeps all.
         With neither a cap nor a range nothing is corrected.
+      importance_rejected: "count": tokens outside stay in the denominator, as in NeMo-RL and
+        OpenRLHF, so that a step with many of them is a smaller step; "drop": they leave the loss
+        before it is counted, as in slime, and the others make up for them. A dropped token has
+        no entropy bonus or KL penalty either.
       kl_coefficient: weight of the KL divergence from the reference policy.
       entropy_coefficient: weight of the entropy bonus.
     """
@@ -51,6 +58,7 @@ class PolicyLossConfig:
     importance_level: str = "token"
     importance_cap: float | None = 2.0
     importance_range: tuple[float, float] | None = None
+    importance_rejected: str = "count"
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
 
@@ -67,6 +75,11 @@ class PolicyLossConfig:
             raise ValueError(
                 f"importance_level must be one of {', '.join(IMPORTANCE_LEVELS)}; got "
                 f"{self.importance_level!r}"
+            )
+        if self.importance_rejected not in IMPORTANCE_REJECTED:
+            raise ValueError(
+                f"importance_rejected must be one of {', '.join(IMPORTANCE_REJECTED)}; got "
+                f"{self.importance_rejected!r}"
             )
         if self.importance_range is not None:
             low, high = self.importance_range
@@ -145,6 +158,30 @@ def sequence_log_ratio(
     return jnp.broadcast_to(total, gap.shape)
 
 
+def _outside(ratio: Array, bounds: tuple[float, float]) -> Array:
+    return (ratio < bounds[0]) | (ratio > bounds[1])
+
+
+def rejected_tokens(
+    log_ratio: np.ndarray, mask: np.ndarray, config: PolicyLossConfig
+) -> np.ndarray:
+    """Tokens that leave the loss because their importance ratio is out of range; on the host.
+
+    Args:
+      log_ratio: [...] see `importance_weights`.
+      mask: [...] bool, tokens that enter the loss.
+      config: nothing is rejected unless it has a range and `importance_rejected` is "drop".
+
+    Returns:
+      [...] bool, among `mask`.
+    """
+    if config.importance_range is None or config.importance_rejected != "drop":
+        return np.zeros_like(mask)
+    log_ratio = np.where(mask, log_ratio, 0.0)
+    ratio = np.exp(np.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    return mask & _outside(ratio, config.importance_range)
+
+
 def importance_weights(
     log_ratio: Array, mask: Array, config: PolicyLossConfig
 ) -> tuple[Array, dict[str, Array]]:
@@ -153,6 +190,7 @@ def importance_weights(
         w = min(rho, cap) where low <= rho <= high, else 0;   rho = exp(log_ratio)
 
     A masked token still counts in the loss's denominator: it is a token that teaches nothing.
+    Those of `importance_rejected="drop"` have left the mask before, see `rejected_tokens`.
 
     References: Espeholt et al. 2018 and Yao et al. 2025 (truncation), Ling Team 2025 (IcePop, the
     range), Hilton et al. 2021 (a ratio to the behaviour policy beside that of the clip).
@@ -176,8 +214,7 @@ def importance_weights(
     if config.importance_cap is not None:
         metrics["importance_capped"] = jnp.sum(mask & (log_ratio > log_cap))
     if config.importance_range is not None:
-        low, high = config.importance_range
-        outside = (ratio < low) | (ratio > high)
+        outside = _outside(ratio, config.importance_range)
         weights = jnp.where(outside, 0.0, weights)
         metrics["importance_masked"] = jnp.sum(mask & outside)
     metrics["importance_weight"] = masked_sum(weights, mask)

@@ -160,13 +160,31 @@ def make_policy_update(
     Returns:
       `update(state, batch) -> (state, metrics)`. The arrays of the state that goes in are
       donated: copy what has to outlive it. Metrics are means over kept tokens; `loss` and
-      `grad_norm` are means over optimiser steps, `tokens` counts kept tokens once per epoch. It
+      `grad_norm` are means over minibatches, `tokens` counts kept tokens once per epoch. It
       raises `FloatingPointError` at a loss or gradient that is not finite, before that optimiser
       step is taken; at the first one of a call, the state that went in is still whole.
+
+      A minibatch whose gradient is exactly 0 (all advantages are, and nothing else is in the
+      loss) takes no optimiser step: momentum and weight decay would move parameters that nobody
+      has an opinion about. It is no dose, and the schedule does not count it: `optimizer_steps`
+      are those that were taken, `idle_steps` the others.
     """
 
     loss = make_policy_loss(model, loss_config, config.temperature)
-    return _make_update(model, loss, optimizer, config, mesh, shardings, frozen)
+    update = _make_update(model, loss, optimizer, config, mesh, shardings, frozen)
+    if loss_config.importance_range is None or loss_config.importance_rejected != "drop":
+        return update
+
+    def update_without_rejected(state: TrainState, batch: PolicyBatch):
+        log_ratio = batch.importance_log_ratio
+        if loss_config.importance_level == "token":
+            log_ratio = batch.old_logp - batch.behaviour_logp
+        rejected = losses.rejected_tokens(log_ratio, batch.mask, loss_config)
+        before, dropped = (hosts.total(int(x.sum())) for x in (batch.mask, rejected))
+        state, metrics = update(state, dataclasses.replace(batch, mask=batch.mask & ~rejected))
+        return state, metrics | {"importance_masked": dropped / max(before, 1)}
+
+    return update_without_rejected
 
 
 def make_supervised_update(
@@ -299,7 +317,7 @@ def _make_update(
         check_rows(model, batch.rows)
         step = int(jax.device_get(state.step))
         params, opt_state = state.params, state.opt_state
-        total, values, norms = None, [], []
+        total, values, norms, taken = None, [], [], 0
         for index in _minibatches(batch.mask, config, step):
             grads, value, metrics = gradient(params, batch, index)
             grad_norm = float(jax.device_get(norm(grads)))
@@ -308,11 +326,17 @@ def _make_update(
                     f"step {step}: loss {value}, gradient norm {grad_norm}; the optimiser step "
                     "was not taken. Look for log-probs or advantages that are not finite"
                 )
-            params, opt_state = apply(params, opt_state, grads)
+            if grad_norm > 0:
+                params, opt_state = apply(params, opt_state, grads)
+                taken += 1
             total = metrics if total is None else losses.merge_metrics(total, metrics)
             values.append(value)
             norms.append(grad_norm)
-        summary = {"optimizer_steps": float(len(values)), "tokens": 0.0}
+        summary = {
+            "optimizer_steps": float(taken),
+            "idle_steps": float(len(values) - taken),
+            "tokens": 0.0,
+        }
         if values:
             summary |= losses.mean_metrics(total)
             summary |= {"loss": float(np.mean(values)), "grad_norm": float(np.mean(norms))}

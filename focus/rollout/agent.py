@@ -284,8 +284,8 @@ async def play(
 
     A generation that the budget or a failure cut in the middle is kept, since its tokens were
     paid, but never acted on. Then the last state's prompt ends with its last token. Except after
-    `terminal` and `format`, the last state says where the trajectory was cut: its `prompt_ids`
-    are set.
+    `terminal`, `turn_limit` and `format`, which end the task or fail it, the last state says where
+    the trajectory was cut: its `prompt_ids` are set.
 
     Args:
       agent: environment, context manager, engine.
@@ -394,11 +394,13 @@ def _arrive(agent: Agent, state: State, act: _Sample, step: StepResult, of: str)
     except ValueError as error:
         raise ToolError(f"{of}: the answer of {agent.env.name} cannot be shown: {error}") from error
     after = State(step.state, context, context.prompt_ids, state.turn + 1, context.span)
-    if step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns):
-        return _Arrival(after, "turn_limit", step.outcome or 0.0)
-    if step.done:
-        return _Arrival(dataclasses.replace(after, prompt_ids=()), "terminal", step.outcome)
-    return _Arrival(after)
+    at_limit = step.info.get("turn_limit") or (not step.done and after.turn >= agent.env.max_turns)
+    if not (at_limit or step.done):
+        return _Arrival(after)
+    ended = dataclasses.replace(after, prompt_ids=())  # nothing is read any more
+    if at_limit:
+        return _Arrival(ended, "turn_limit", step.outcome or 0.0)
+    return _Arrival(ended, "terminal", step.outcome)
 
 
 async def _summarise(
@@ -427,7 +429,7 @@ async def _summarise(
         state = dataclasses.replace(
             state, context=context, prompt_ids=context.prompt_ids, span=context.span
         )
-    elif sample.output_ids and arrival.end != "terminal":
+    elif sample.output_ids and not over:
         state = _cut_state(state, prompt_ids, sample)
     if sample.cut is not None and not over:
         outcome = _outcome_of_cut(sample.cut)

@@ -108,6 +108,14 @@ def validate(config: ml_collections.ConfigDict, *, has_servers: bool = True) -> 
     model, lora = model_config(c), lora_config(c)
     if lora is not None:
         adapter_shapes(model, lora)  # refuses what this model cannot have
+    if c.rollout.temperature <= 0 or c.rollout.top_p != 1 or c.rollout.top_k != -1:
+        raise ValueError(
+            f"rollout.temperature={c.rollout.temperature}, rollout.top_p={c.rollout.top_p} and "
+            f"rollout.top_k={c.rollout.top_k}: what is trained has to be sampled from the whole "
+            "distribution that the loss differentiates, temperature > 0, top_p=1 and top_k=-1. "
+            "Tokens that were cut away would need each token's kept set, held fixed in the loss, "
+            "and their gradient is not 0 on average without it; lower the temperature instead"
+        )
     if has_servers and (c.rollout.engine == "sglang") != bool(c.rollout.urls):
         raise ValueError(
             f"rollout.engine={c.rollout.engine!r} does not go with rollout.urls={c.rollout.urls}: "

@@ -107,6 +107,7 @@ def loss_config(c: ml_collections.ConfigDict) -> PolicyLossConfig:
         importance_level=c.learner.importance_level,
         importance_cap=c.learner.importance_cap,
         importance_range=_pair(c.learner.importance_range),
+        importance_rejected=c.learner.importance_rejected,
         kl_coefficient=c.learner.kl_coefficient,
         entropy_coefficient=c.learner.entropy_coefficient,
     )
