@@ -92,7 +92,7 @@ STEPS = 40
 # --- what a step plays ---------------------------------------------------------------------------
 
 PLAYED = [
-    ("search", arm("focus")),
+    ("search", arm("focus_k4")),
     ("grid", arm("vineppo", base_fraction=0.3)),
     ("compaction", arm("grpo")),
     ("chain", arm("focus_alive")),
