@@ -24,6 +24,7 @@ MAINS = (
     "train",
     "evaluate",
     "export_model",
+    "lab",
     "report",
     "benchmark",
     "benchmark_async",
@@ -190,6 +191,7 @@ def test_every_main_prints_its_usage():
         "check_server": ("usage:", "--model-path", "--router-url"),
         "convert_gguf": ("--package", "--out"),
         "export_model": ("--config", "--out"),
+        "lab": ("usage:", "--config", "--workdir", "--workers"),
         "plan": ("--config",),
     }
     for name, process in started.items():
