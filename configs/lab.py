@@ -54,8 +54,9 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
     c.tokens_per_step = 640  # that the policy may generate in a step, however they are spent
     c.seeds = 50  # runs of each arm in each world
     c.sweep_seeds = 16  # for each learning rate, none of the others
-    c.learning_rates = (1.0, 3.0, 10.0)
+    c.learning_rates = (0.5, 1.0, 2.0, 4.0, 8.0)
     c.widenings = 3  # rates that may be added while the best is at the end of the grid
+    c.sweep_from = ""  # results.json of an experiment whose learning rates are taken; "": a sweep
     c.chunk = 32  # runs that are computed at a time; memory grows with it
     # "ARM - ARM >= x" or "ARM / ARM >= x" of areas under the curve, "in WORLD" or in every world
     c.claims = ()
@@ -82,7 +83,7 @@ def get_config(experiment: str = "basic") -> ml_collections.ConfigDict:
         c.arms = ("grpo", "ppo", "focus")
         c.steps, c.tokens_per_step = 10, 240
         c.seeds, c.sweep_seeds, c.chunk = 10, 4, 12
-        c.learning_rates, c.widenings = (3.0, 10.0, 30.0), 0
+        c.learning_rates, c.widenings = (2.0, 4.0, 8.0), 1
         c.league.worlds = c.worlds
         c.league.estimators = ("grpo", "ppo", "vineppo", "focus")
         c.league.seeds = c.league.chunk = 4

@@ -55,6 +55,7 @@ class Parts:
       points: label of a world of the regime map -> its coordinates.
       league: None if there is none.
       league_worlds: in which the estimators are compared.
+      rates: learning rates of an earlier experiment, None where each cell has its sweep.
     """
 
     settings: Settings
@@ -64,14 +65,21 @@ class Parts:
     points: Mapping[str, Mapping[str, Any]]
     league: LeagueSettings | None
     league_worlds: tuple[WorldSpec, ...]
+    rates: Mapping[str, float] | None = None
 
     def cells(self, workdir: Path) -> list[Cell]:
         """Every arm in every world."""
         return [
-            Cell(world, arm, self.settings, workdir, make_run)
+            Cell(world, arm, self._settings(world, arm), workdir, make_run)
             for world in self.worlds
             for arm in self.arms
         ]
+
+    def _settings(self, world: WorldSpec, arm: Any) -> Settings:
+        if self.rates is None:
+            return self.settings
+        rate = self.rates[_cell_name(world.name, dict(world.options), arm.name)]
+        return dataclasses.replace(self.settings, learning_rates=(rate,))
 
     def league_jobs(self, workdir: Path) -> list[LeagueJob]:
         """The league in each of its worlds."""
@@ -132,7 +140,40 @@ def read_parts(config: ml_collections.ConfigDict) -> Parts:
         points={world.label: point for world, point in regime},
         league=league,
         league_worlds=tuple(league_worlds),
+        rates=read_rates(Path(c.sweep_from), worlds, arms) if c.sweep_from else None,
     )
+
+
+def _cell_name(world: str, options: Mapping[str, Any], arm: str) -> str:
+    return json.dumps([world, options, arm], sort_keys=True)
+
+
+def read_rates(path: Path, worlds: Sequence[WorldSpec], arms: Sequence[Any]) -> dict[str, float]:
+    """Learning rates of an earlier experiment, for every cell of this one.
+
+    Args:
+      path: its `results.json`.
+      worlds, arms: of this one.
+
+    Raises:
+      ValueError: it cannot be read, or the sweep of an arm in a world never ran there.
+    """
+    try:
+        rows = json.loads(path.read_text())
+        found = {
+            _cell_name(r["world"], r["world_options"], r["arm"]): float(r["learning_rate"])
+            for r in rows
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"sweep_from={str(path)!r} is no results.json ({error})") from error
+    for world in worlds:
+        for arm in arms:
+            if _cell_name(world.name, dict(world.options), arm.name) not in found:
+                raise ValueError(
+                    f"sweep_from={str(path)!r}: the sweep of arm {arm.name!r} in world "
+                    f"{world.label!r} never ran there; take it out, or set sweep_from=''"
+                )
+    return found
 
 
 def _check_labels(kind: str, labels: Sequence[str]) -> None:

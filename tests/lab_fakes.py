@@ -22,6 +22,10 @@ class FakeHistory:
     success: jax.Array
     tokens: jax.Array
     dose: jax.Array
+    branch_tokens: jax.Array
+    error_reduction: jax.Array
+    expected_reduction: jax.Array
+    residual_variance: jax.Array
 
 
 ARMS = {
@@ -52,6 +56,10 @@ def make_run(world, options, arm, *, steps, tokens_per_step):
             success=success,
             tokens=jnp.full(steps, tokens_per_step),
             dose=jnp.full(steps, tokens_per_step * arm.speed),
+            branch_tokens=jnp.full(steps, 5 if arm.rule != "none" else 0),
+            error_reduction=jnp.full(steps, 0.01),
+            expected_reduction=jnp.full(steps, 0.02),
+            residual_variance=jnp.ones(steps),
         )
 
     return run

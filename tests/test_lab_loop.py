@@ -38,9 +38,11 @@ TRUST = (("lambda_mode", "trust"),)
 
 
 def arm(name, **options):
-    small = dict(group_size=2) if ARMS[name].group_size > 1 else {}
+    small = dict(critic_warmup=0)
+    if ARMS[name].group_size > 1:
+        small |= dict(group_size=2)
     if ARMS[name].branches:
-        small = dict(base_fraction=0.5, max_picks=12)
+        small |= dict(base_fraction=0.5, max_picks=12)
     return dataclasses.replace(ARMS[name], **{**small, **options})
 
 
