@@ -209,7 +209,7 @@ def test_a_run_knows_what_its_estimator_reads():
         ("grpo", "grpo", "eps={[]}", r"eps='\{\[\]\}' must be a number"),
         ("grpo", "grpo", f"ddof={10**20}", r"ddof=10+ must be a whole number"),
         ("grpo", "grpo", "ddof=True", r"ddof=True must be a whole number"),
-        ("grpo", "grpo", "singleton=0", r"singleton=0 must be a word.*'keep'"),
+        ("grpo", "grpo", "singleton=0", r"singleton=0 must be a word.*'zero'"),
         ("grpo", "dapo", "drop_flat_groups=1", r"drop_flat_groups=1 must be True or False"),
         ("grpo", "grpo", "eps=1 ddof=0 eps=2", r"gives eps twice"),
     ],

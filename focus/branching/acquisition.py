@@ -197,7 +197,7 @@ class AcquisitionRule:
     scores: Callable[[StateFeatures, Array | None], Array]
     planner: Literal["greedy", "repeated", "ranked"]
     reference: str
-    evidence: Literal["code", "paper", "reconstructed", "own"]
+    evidence: Literal["code", "paper", "reconstructed", "own"] = "own"
     channels: tuple[str, ...] = ()
     view: Callable[[StateFeatures], StateFeatures] | None = None
 
