@@ -250,7 +250,7 @@ def test_a_target_of_other_arrays_is_refused_with_both_sides(tmp_path):
 def test_missing_checkpoints_and_bad_options_are_named(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.latest_step is None and checkpointer.best_step is None
-    with pytest.raises(CheckpointError, match=r"no checkpoint 'latest' .* steps \[\]"):
+    with pytest.raises(CheckpointError, match=r"there are no checkpoints in .*deleted"):
         checkpointer.restore(make_state())
     save_steps(tmp_path, {1: None})
     with pytest.raises(CheckpointError, match=r"no checkpoint 'best' .*\[1\], none .*success"):

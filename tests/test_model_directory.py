@@ -13,7 +13,7 @@ from focus.chat.template_chat import TemplateChat
 from focus.chat.tokens import CHATML, Chat
 from focus.formats import hf
 from focus.policy import transformer
-from focus.rollout import RetryPolicy
+from focus.rollout import RetryPolicy, Tools
 from focus.run import experiment
 from focus.run.warm_start import load_or_make
 from focus.train import train
@@ -55,6 +55,7 @@ def make_config(directory, **overrides):
     )
     config.learner.update(row_length=1536, micro_rows=1, max_nodes=16, max_states=16)
     config.evaluate.update(every=1, num_tasks=2)
+    config.critic.update(pretrain_episodes=0, warmup_steps=1)  # no episodes to learn from
     config.update_from_flattened_dict(overrides)
     return config
 
@@ -83,7 +84,14 @@ def test_the_start_of_a_run_is_that_of_the_files(directory):
     start = load_or_make(config, env)
     assert start.chat.stop_token_ids == (start.chat.end_of_turn_id, 0)
     agent = experiment.make_agent(
-        config, env, start.chat, None, temperature=1.0, run_seed=0, retry=RetryPolicy()
+        config,
+        env,
+        start.chat,
+        None,
+        temperature=1.0,
+        run_seed=0,
+        tools=Tools(experiment.tool_limits(config)),
+        retry=RetryPolicy(),
     )
     assert agent.sampling.stop == ("</tool_call>",)
     first = agent.start(env.tasks("train")[0])
