@@ -338,7 +338,8 @@ async def test_an_outcome_reaches_the_baselines_of_its_own_states_only_if_asked_
     values_from, prepare, monkeypatch
 ):
     config = tiny.get_config("focus")
-    config.critic.values_from = values_from
+    # The outcomes of other rollouts are evidence about a task, whoever plays it: off here.
+    config.critic.update(values_from=values_from, siblings=False)
     trainer = Trainer(config, *prepare(config))
     async with trainer.engine:
         state = trainer.init_state()
