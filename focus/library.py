@@ -26,9 +26,14 @@ _WIDE = 110  # columns from which the reference has room, too
 _PIPED = 120
 
 
+def _reads(spec: EstimatorSpec) -> tuple[str, ...]:
+    """Channels that a method reads as it is, before any option is changed."""
+    return (*spec.inputs, *spec.default_inputs)
+
+
 def wants(spec: EstimatorSpec) -> tuple[str, ...] | None:
     """Parts of a run that an estimator reads; None if no run fills all that it reads."""
-    left = [channel for channel in spec.inputs if channel not in _CORE]
+    left = [channel for channel in _reads(spec) if channel not in _CORE]
     for parts in ((), ("critic",), ("branches",), ("critic", "branches"), ("citations",)):
         if all(channel in available(parts) for channel in left):
             return parts if spec.kind == "estimator" else None
@@ -47,7 +52,7 @@ def trains(spec: EstimatorSpec) -> str:
 
 def _unfilled(spec: EstimatorSpec) -> list[str]:
     filled = available(("critic", "branches", "citations"))
-    return [channel for channel in spec.inputs if channel not in _CORE and channel not in filled]
+    return [channel for channel in _reads(spec) if channel not in _CORE and channel not in filled]
 
 
 def table(width: int) -> list[str]:
@@ -91,7 +96,7 @@ def details(name: str, width: int) -> list[str]:
             spec.evidence, "this project's reconstruction"
         ),
         "credit for": f"a {spec.granularity}",
-        "reads": ", ".join(spec.inputs),
+        "reads": ", ".join(_reads(spec)),
         "costs": "nothing besides rollouts" if spec.cost == "none" else spec.cost,
         "trains": trains(spec),
     }

@@ -118,6 +118,26 @@ def test_cvt_rl_numbers():
         close(effect, expected)
 
 
+def test_cvt_rl_reads_the_models_of_the_doubly_robust_form():
+    batch = make_batch(
+        [1, 0],
+        num_segments=[1, 1],
+        mc_return=np.ones((2, 1, 1), np.float32),
+        mc_mask=np.ones((2, 1, 1), bool),
+        do_return=np.zeros((2, 1, 2, 1), np.float32),
+        do_mask=np.ones((2, 1, 2, 1), bool),
+        do_valid=np.array([[[True, False]], [[True, True]]]),
+        propensity=np.full((2, 1, 2), 0.5, np.float32),
+        m1=np.full((2, 1, 2), 0.7, np.float32),
+        m0=np.full((2, 1, 2), 0.3, np.float32),
+    )
+    got = run(counterfactual.cvt_rl, batch, effect="doubly_robust", ddof=0)
+    close(got.aux["pccc"], [[1.0], [-1.0]])  # .4 + (1 - .7) / .5, .4 + (0 - .7) / .5
+    close(got.segment_advantages, [[1.5], [-1.5]])
+    with pytest.raises(ValueError, match="effect='doubly_robust' needs the channel m1"):
+        counterfactual.cvt_rl(dataclasses.replace(batch, m1=None), effect="doubly_robust")
+
+
 def test_craft_numbers():
     gap = np.array([[0, 0], [np.log(3), 0], [0, 0]], np.float32)
     batch = make_batch([0.5, 1, 0], num_segments=[1] * 3, teacher_logp=gap)
@@ -148,6 +168,26 @@ def test_pivoarl_numbers():
     assert got.mask[1].tolist() == [False] * 4 + [True] * 2
     got = run(forks.pivoarl, batch, prefix="zero").segment_advantages
     close(got, [[0, 0, -0.5], [0, 0, 0.5]])
+
+
+@pytest.mark.parametrize("fork_rows", ["whole", "suffix"])
+def test_pivoarls_retry_of_a_retry_belongs_to_the_same_original(fork_rows):
+    """Lost; retried from segment 1, lost; that retried from segment 2, won."""
+    whole = fork_rows == "whole"
+    batch = make_batch(
+        [0, 0, 1],
+        num_segments=[3] * 3 if whole else [3, 2, 1],
+        width=3,
+        parent_traj=ints([-1, 0, 1]),
+        fork_segment=ints([-1, 1, 2 if whole else 1]),
+    )
+    got = run(forks.pivoarl, batch, fork_rows=fork_rows).segment_advantages
+    won, lost = 2 / 3, -1 / 3
+    want = [[won, lost, lost], [0, won, lost], [0, 0, won]]
+    for row, start in enumerate([0, 1, 2]):
+        close(got[row][start if whole else 0 :][: 3 - start], want[row][start:])
+    zero = run(forks.pivoarl, batch, fork_rows=fork_rows, prefix="zero").segment_advantages
+    close(zero[0], [0, lost, lost])
 
 
 def test_hpo_numbers():

@@ -129,6 +129,16 @@ def test_what_compares_outcomes_is_said_to_need_a_group():
             assert ESTIMATORS[name].min_group_size == 2, name
 
 
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_docstrings_say_the_formula_the_paper_and_how_it_is_known(name):
+    spec = ESTIMATORS[name]
+    text = inspect.getdoc(spec.fn)
+    words = " ".join(text.split())
+    assert re.search(r"^ {4,}\S.*=", text, re.MULTILINE), "no formula"
+    assert re.search(r"arXiv:\d{4}\.\d{5}|no arXiv number", words)
+    assert f"Evidence: {spec.evidence}" in words
+
+
 OPTIONAL = {f.name for f in dataclasses.fields(CreditBatch) if f.default is None}
 
 

@@ -95,6 +95,10 @@ def test_the_estimator_of_the_readme_works(registered):
         credit.advantages, [[0.5, 0.5, 0, 0.5], [-0.5, 0, 0, 0], [0, 0, 0, 0]]
     )
     np.testing.assert_array_equal(credit.mask, two_rows().token_mask)
+    cut = two_rows()
+    cut.truncated[1], cut.outcome[1] = True, np.nan
+    credit = estimate("plain_outcome", cut)
+    assert np.isfinite(credit.advantages).all() and not credit.mask[1].any()
     other = estimate("plain_outcome", two_rows(), baseline=0.25)
     np.testing.assert_array_equal(other.segment_advantages[:2, 0], [0.75, -0.25])
 

@@ -35,17 +35,15 @@ def test_spo_tree_worked_numbers():
 
 
 def test_grpo_lambda_profiles_run_in_opposite_directions():
-    batch = make_batch(
-        [1, 0], num_segments=[1, 1], tokens_per_segment=3, group_id=np.array([0, 1], np.int32)
-    )
+    batch = make_batch([1, 0], num_segments=[1, 1], tokens_per_segment=3)  # +-1 at ddof 0
     for profile, want in (("recent", [1.75, 1.5, 1]), ("terminal", [0.25, 0.5, 1])):
-        credit = run("grpo_lambda", batch, profile=profile, lambda_=0.5)
+        credit = run("grpo_lambda", batch, profile=profile, lambda_=0.5, ddof=0)
         check(credit.advantages[0], want)
 
 
 def test_grpo_lambda_both_equals_a_loop():
-    batch = make_batch([1], num_segments=[1], tokens_per_segment=7)
-    got = run("grpo_lambda", batch, profile="both", lambda_=0.6, trace_floor=0.1)
+    batch = make_batch([1, 0], num_segments=[1, 1], tokens_per_segment=7)
+    got = run("grpo_lambda", batch, profile="both", lambda_=0.6, trace_floor=0.1, ddof=0)
     want = [sum(max(0.6 ** (t - j), 0.6**j, 0.1) for t in range(j, 7)) for j in range(7)]
     check(got.advantages[0], want)
 

@@ -112,6 +112,7 @@ def focus(
     the segments on both sides of a branched state. Values must not have seen the row's own
     outcome. Where the critic is not to be trusted (`baseline` is a number) that number is the
     value of all states of the row, and lambda is 1: what is left is the outcome against it.
+    FOCUS (its paper has no arXiv number here). Evidence: reconstructed.
 
     Args:
       batch: reads `value`, `value_variance` when `lambda_mode` is "trust" (and then
@@ -162,7 +163,8 @@ def ppo(
         delta_j = r_j + discount V(s_{j+1}) - V(s_j),   A_j = delta_j + discount lambda A_{j+1}
 
     The same recursion as `focus`; what differs is the content of `value`, the critic alone.
-    A step is a segment, not a token, and no whitening follows.
+    A step is a segment, not a token, and no whitening follows. PPO (arXiv:1707.06347) and GAE
+    (arXiv:1506.02438) over turns. Evidence: code.
 
     Args:
       batch: reads `value`.
@@ -200,6 +202,8 @@ def grpo(
 
         A_i = (R_i - mean_g R) / (std_g R + eps)
 
+    GRPO (arXiv:2402.03300). Evidence: code.
+
     Args:
       batch: core channels only; R is the outcome plus any segment rewards.
       ddof: 1 for the sample standard deviation, 0 for the population's.
@@ -222,7 +226,7 @@ def dr_grpo(batch: CreditBatch, *, singleton: primitives.Singleton = "zero") -> 
         A_i = R_i - mean_g R
 
     The method also divides the loss by a constant instead of a sequence's own length; that is
-    the loss's part, not done here.
+    the loss's part, not done here. Dr. GRPO (arXiv:2503.20783). Evidence: code.
 
     Args:
       batch: core channels only; R is the outcome plus any segment rewards.
@@ -241,6 +245,8 @@ def rloo(batch: CreditBatch, *, singleton: primitives.Singleton = "zero") -> Cre
     """Return of a row minus the mean of the others in its group.
 
         A_i = R_i - mean_{j != i} R_j = n / (n - 1) (R_i - mean_g R)
+
+    RLOO (arXiv:2402.14740). Evidence: code.
 
     Args:
       batch: core channels only; R is the outcome plus any segment rewards.
@@ -266,6 +272,7 @@ def vineppo(batch: CreditBatch, *, gaps: Gaps = "fill") -> Credit:
     A state without continuations takes `V(s_j) = r_j + V(s_{j+1})`, backwards from the end of
     the row. So its own segment gets 0, and the difference between two estimated states goes to
     the first segment after the earlier one. Segments before the first estimated state get 0.
+    VinePPO (arXiv:2410.01679). Evidence: code.
 
     Args:
       batch: reads `mc_return` and `mc_mask`.

@@ -5,10 +5,13 @@ The rules of `rows` hold; a truncated row counts as ended.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from focus.credit import primitives
+from focus.credit.hparams import is_traced
 from focus.credit.rows import (
     group_advantage,
     group_of_segments,
@@ -50,18 +53,27 @@ def doubly_robust(
     return m1 - m0 + kept - replaced
 
 
-def cvt_rl(batch: CreditBatch, *, weight: float = 0.5, ddof: int = 1, eps: float = 1e-6) -> Credit:
+def cvt_rl(
+    batch: CreditBatch,
+    *,
+    weight: float = 0.5,
+    effect: Literal["sampled", "doubly_robust"] = "sampled",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Credit:
     """CVT-RL: GRPO plus what replacing the segment costs, averaged over valid interventions.
 
         PCCC = E[Y | keep] - E[Y | do(i)],   A = A_grpo + weight mean_i PCCC
 
-    arXiv:2606.05263. Evidence: reconstructed; the weight is not stated. See `doubly_robust` for
-    the corrected effect.
+    arXiv:2606.05263. Evidence: reconstructed; the weight is not stated.
 
     Args:
       batch: reads `mc_return`, `mc_mask` [B, S, K] (the keep arm), `do_return`, `do_mask`
-        [B, S, I, K] and `do_valid` [B, S, I].
+        [B, S, I, K] and `do_valid` [B, S, I]; `propensity`, `m1`, `m0` [B, S, I] for
+        "doubly_robust".
       weight: of the counterfactual term.
+      effect: "sampled" as above, or "doubly_robust": `doubly_robust` of the row's own return, in
+        which every segment was kept, over its valid interventions.
       ddof: see `baselines.grpo`.
       eps: see `baselines.grpo`.
 
@@ -69,17 +81,25 @@ def cvt_rl(batch: CreditBatch, *, weight: float = 0.5, ddof: int = 1, eps: float
       `Credit`; aux["pccc"] [B, S], 0 where an arm has no sample.
 
     Raises:
-      ValueError: a channel is missing.
+      ValueError: unknown `effect`, or a channel is missing.
     """
+    primitives.require_choice("effect", effect, ("sampled", "doubly_robust"))
     needed = ("mc_return", "mc_mask", "do_return", "do_mask", "do_valid")
     primitives.require_channels(batch, needed, "cvt_rl")
     rows = scored_rows(batch)
     keep = primitives.masked_mean(batch.mc_return, batch.mc_mask, axis=2)
     replaced = primitives.masked_mean(batch.do_return, batch.do_mask, axis=3)
     seen = jnp.any(batch.mc_mask, axis=2)[:, :, None] & jnp.any(batch.do_mask, axis=3)
-    effect = primitives.masked_mean(keep[:, :, None] - replaced, seen & batch.do_valid, axis=2)
-    advantages = group_advantage(batch, rows, ddof=ddof, eps=eps)[:, None] + weight * effect
-    return to_credit(batch, advantages, rows, aux={"pccc": effect})
+    difference = keep[:, :, None] - replaced
+    if effect == "doubly_robust":
+        primitives.require_channels(batch, ("propensity", "m1", "m0"), f"effect={effect!r}")
+        total, everything = returns(batch, rows)[:, None, None], jnp.ones_like(seen)
+        models = batch.m1, batch.m0, batch.propensity
+        difference = doubly_robust(total, everything, *models, gate=batch.do_valid)
+        seen = everything
+    pccc = primitives.masked_mean(difference, seen & batch.do_valid, axis=2)
+    advantages = group_advantage(batch, rows, ddof=ddof, eps=eps)[:, None] + weight * pccc
+    return to_credit(batch, advantages, rows, aux={"pccc": pccc})
 
 
 def dual_step(multiplier: Array, violation: Array, *, step_size: float) -> Array:
@@ -92,23 +112,44 @@ def constraint_penalty(multiplier: Array, violation: Array, *, rho: float) -> Ar
     return -jnp.sum(multiplier * violation + rho / 2 * jnp.maximum(violation, 0) ** 2, axis=-1)
 
 
-def _others_sum(x: Array, start: Array) -> Array:
-    """Sum [B, L] over the other rows of a group; rows sorted, `start` [B] marks a group's first.
+def _weighted_mean_of_others(x: Array, logits: Array, start: Array) -> Array:
+    """Mean [B, L] of `x` [B, 1] over the other rows of a group, by the softmax of their `logits`.
 
-    Sums from both sides, because a total minus the row's own share would cancel.
+    Rows are sorted, `start` [B] marks a group's first; a row with a logit of -inf does not count,
+    and where there is none the mean is 0. Sums run from both sides and carry their own maximum: a
+    total minus the row's own share would cancel, and one maximum for all would leave nothing of
+    the others.
     """
 
-    def running(values, resets):
+    def merge(left, right):
+        top = jnp.maximum(left[0], right[0])
+        safe = jnp.where(jnp.isfinite(top), top, 0.0)
+        shares = (jnp.exp(part[0] - safe) for part in (left, right))
+        a, b = shares
+        return top, a * left[1] + b * right[1], a * left[2] + b * right[2]
+
+    def running(parts, resets):
         def combine(left, right):
-            return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
+            merged = merge(left[0], right[0])
+            fresh = (jnp.where(right[1], r, m) for r, m in zip(right[0], merged))
+            return tuple(fresh), left[1] | right[1]
 
-        return jax.lax.associative_scan(combine, (values, resets[:, None]))[0]
+        return jax.lax.associative_scan(combine, (parts, resets[:, None]))[0]
 
-    zero = jnp.zeros_like(x[:1])
-    before = jnp.concatenate([zero, running(x, start)[:-1]])
+    kept = logits > -jnp.inf
+    parts = (logits, kept * 1.0, jnp.where(kept, x, 0.0))
+    nothing = (jnp.full_like(logits[:1], -jnp.inf), *(jnp.zeros_like(logits[:1]),) * 2)
     end = jnp.concatenate([start[1:], jnp.ones(1, bool)])
-    after = jnp.concatenate([running(x[::-1], end[::-1])[::-1][1:], zero])
-    return jnp.where(start[:, None], 0.0, before) + jnp.where(end[:, None], 0.0, after)
+
+    def shifted(totals, at_border):
+        moved = (jnp.concatenate([n, t[:-1]]) for n, t in zip(nothing, totals))
+        return tuple(jnp.where(at_border[:, None], n, m) for n, m in zip(nothing, moved))
+
+    before = shifted(running(parts, start), start)
+    backwards = running(tuple(p[::-1] for p in parts), end[::-1])
+    after = tuple(p[::-1] for p in shifted(backwards, end[::-1]))
+    _, total, weighted = merge(before, after)
+    return jnp.where(total > 0, weighted / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def craft(
@@ -144,20 +185,17 @@ def craft(
     advantage = group_advantage(batch, rows, ddof=ddof, eps=eps)
     kept = policy_tokens(batch, rows)
     gap = jnp.where(kept, batch.teacher_logp, 0.0) - jnp.where(kept, batch.behaviour_logp, 0.0)
-    weight = jnp.where(kept, jnp.exp(jnp.clip(gap, -clip, clip) / temperature), 0.0)
     order = jnp.argsort(batch.group_id, stable=True)
     back = jnp.argsort(order)
     group = batch.group_id[order]
     start = jnp.concatenate([jnp.ones(1, bool), group[1:] != group[:-1]])
 
-    def others(x):
-        return _others_sum(x[order], start)[back]
+    def of_others(preference):
+        logits = jnp.where(kept, preference, -jnp.inf)
+        return _weighted_mean_of_others(advantage[order, None], logits[order], start)[back]
 
-    def ratio(top, bottom):
-        return jnp.where(bottom > 0, top / jnp.where(bottom > 0, bottom, 1.0), 0.0)
-
-    mean = ratio(others(kept * advantage[:, None]), others(kept.astype(gap.dtype)))
-    preferred = ratio(others(weight * advantage[:, None]), others(weight))
+    mean = of_others(jnp.zeros_like(gap))
+    preferred = of_others(jnp.clip(gap, -clip, clip) / temperature)
     difference = primitives.without_rounding(preferred - mean, jnp.max(jnp.abs(advantage)))
     token = jnp.where(kept, difference, 0.0)
 
@@ -226,8 +264,8 @@ def taco(
 ) -> Credit:
     """TACO: a call's probed gain, plus the outcome where both have the same sign.
 
-        calls: norm_g(delta) + A_grpo [A's row succeeded and delta > 0, or failed and delta < 0]
-        answers: A_grpo;   others: 0
+        A = norm_g(delta) + A_grpo [the row succeeded and delta > 0, or failed and delta < 0]
+            of calls;   A = A_grpo of answers;   0 of the others
 
     arXiv:2606.30251. Evidence: paper; that answers always learn is assumed.
 
@@ -391,10 +429,11 @@ def iapo(
       `Credit`; signs and token totals as GRPO's. aux["weight"] [B, S].
 
     Raises:
-      ValueError: `lowest` is not positive, or a channel is missing.
+      ValueError: `lowest` is not positive or above `highest`, or a channel is missing.
     """
-    if lowest <= 0:
-        raise ValueError(f"lowest={lowest} must be > 0, or a weight could change a sign")
+    # A weight of 0 or less could change a sign.
+    if not (is_traced(lowest) or is_traced(highest)) and not 0 < lowest <= highest:
+        raise ValueError(f"lowest={lowest} must be > 0 and at most highest={highest}")
     primitives.require_channels(batch, ("edge",), "iapo")
     rows = scored_rows(batch)
     segments = segments_of(batch, rows)

@@ -166,6 +166,7 @@ def pivoarl(
         A_i = norm(R) among an original and its retries; rows without a retry: in their group
         original, t < p: max(A_original, A_retry);   t >= p and the retry's suffix: own A
 
+    A retry of a retry belongs to the same original, and clears what it shares with either.
     arXiv:2607.03702. Evidence: reconstructed; the formula was not found.
 
     Args:
@@ -189,20 +190,33 @@ def pivoarl(
     total = returns(batch, rows)
     fork, parent, before, own = _forks(batch, rows, fork_rows)
     size = rows.size
-    family = jnp.where(fork, parent, jnp.arange(size))
+    above = jnp.where(fork, parent, jnp.arange(size))
+    rounds = max((size - 1).bit_length(), 1)  # of doubling: ancestors 1, 2, 4 ... forks away
+    family = above
+    for _ in range(rounds):
+        family = family[family]
     retried = jax.ops.segment_max(fork.astype(jnp.int32), family, size)[family] > 0
     norm = {"scale": scale, "ddof": ddof, "eps": eps}
     within = primitives.group_normalise(total, family, rows & retried, **norm)
     fresh = rows & (batch.parent_traj < 0)
     alone = primitives.group_normalise(total, batch.group_id, fresh, **norm)
     scalar = jnp.where(retried, within, alone)
-    shared = fork[:, None] & before
-    best = jax.ops.segment_max(jnp.where(shared, scalar[:, None], -jnp.inf), family, size)
-    covered = jnp.isfinite(best)
-    best = jnp.where(covered, jnp.maximum(best, scalar[:, None]), scalar[:, None])
+    # The best of a row and of all that share its segment, by ancestors ever further away.
+    best, covered = jnp.broadcast_to(scalar[:, None], before.shape), jnp.zeros_like(before)
+    position, shares = jnp.arange(before.shape[1]), jnp.where(fork, batch.fork_segment, 0)
+    for _ in range(rounds):
+        shared = position < shares[:, None]
+        # A row without its prefix shares all of that with those that leave it.
+        push = best if fork_rows == "whole" else jnp.max(best, axis=1, keepdims=True)
+        found = jax.ops.segment_max(jnp.where(shared, push, -jnp.inf), above, size)
+        covered = covered | jnp.isfinite(found)
+        best = jnp.maximum(best, found)
+        further = shares[above]
+        shares = jnp.minimum(shares, further) if fork_rows == "whole" else further
+        above = above[above]
     if prefix == "zero":
         best = jnp.where(covered, 0.0, scalar[:, None])
-    advantages = jnp.where(own, jnp.where(fork[:, None], scalar[:, None], best), 0.0)
+    advantages = jnp.where(own, best, 0.0)
     reflection = jnp.where(fork, total - total[parent], 0.0)
     credit = to_credit(batch, advantages, rows, aux={"reflection_return": reflection})
     return _own_tokens(batch, credit, own)

@@ -289,6 +289,7 @@ def a3(
     tree_weight: float = 1.0,
     bound: float = 1.1,
     trie_rows: str = "first",
+    single_action: Literal["support", "none"] = "support",
 ) -> Credit:
     """A3: a robust outcome, a residual among similar actions, and gains down a tree of them.
 
@@ -300,7 +301,8 @@ def a3(
 
     |c| is the mean absolute value over the batch's segments; a component that is 0 throughout
     stays 0. arXiv:2605.08013. Evidence: code, which reads the residual of a row's first segment
-    for all of it (trie_rows="first").
+    for all of it (trie_rows="first"). Whether a state that all its visits left by one action has
+    support is open in the formula, and implementations differ (`single_action`).
 
     Args:
       batch: reads `cluster` [B, S, C], `state_key`, `action_key` [B, S].
@@ -311,14 +313,17 @@ def a3(
       tree_weight: of c3.
       bound: largest |A|.
       trie_rows: "first" or "all" segments have a residual of their own.
+      single_action: a state with one action only gives its gain of 0 "support" n/(n + shrinkage),
+        or "none".
 
     Returns:
       `Credit`; aux has "backbone", "trie" and "tree", [B, S].
 
     Raises:
-      ValueError: unknown `trie_rows`, or a channel is missing.
+      ValueError: unknown `trie_rows` or `single_action`, or a channel is missing.
     """
     primitives.require_choice("trie_rows", trie_rows, ("first", "all"))
+    primitives.require_choice("single_action", single_action, ("support", "none"))
     primitives.require_channels(batch, ("cluster", "state_key", "action_key"), "a3")
     rows = scored_rows(batch)
     segments, total = segments_of(batch, rows), returns(batch, rows)
@@ -347,6 +352,8 @@ def a3(
     above = primitives.group_statistics(outcome, parent, segments)
     # A state that one row visits has nothing to compare, hence no support.
     known = segments & (child >= 0) & (above.count > 1)
+    if single_action == "none":
+        known = known & (peers.count < above.count)
     shrink = jnp.where(known, peers.count / (peers.count + shrinkage), 0.0)
     gap = primitives.without_rounding(
         peers.mean - above.mean, jnp.abs(peers.mean) + jnp.abs(above.mean)
@@ -380,7 +387,8 @@ def g2po(
         V(s') = mean of the returns to go of segments that reach s'
         A_j = GRPO_i + weight normalise_{s_j}(V(s_{j+1}))
 
-    G2PO, on the graph of a group's states. Evidence: reconstructed.
+    G2PO, on the graph of a group's states (no arXiv number is known here). Evidence:
+    reconstructed.
 
     Args:
       batch: reads `state_key` and `next_state_key`, [B, S].
@@ -416,7 +424,7 @@ def gagpo(
 
         V(s) = mean return to go over the group's visits of s,   A = normalise_g(GAE(r, V))
 
-    GAGPO. Evidence: reconstructed.
+    GAGPO (no arXiv number is known here). Evidence: reconstructed.
 
     Args:
       batch: reads `state_key` [B, S]; a segment without a key is a state of its own.
@@ -447,7 +455,7 @@ SPECS: dict[str, EstimatorSpec] = {
     ),
     "proxmo": describe(
         proxmo, (*GROUP, "success"), "ProxMO, arXiv:2602.19225", "code", "group", "segment",
-        cost="similarity of all pairs of segments",
+        cost="similarity of all pairs of segments", default_inputs=("emb",),
     ),
     "pgpo": describe(
         pgpo, (*GROUP, "success", "state_key"), "PGPO, arXiv:2609.02236", "paper", "group",
@@ -462,7 +470,7 @@ SPECS: dict[str, EstimatorSpec] = {
         "segment", cost="clusters of actions",
     ),
     "g2po": describe(
-        g2po, (*GROUP, "state_key", "next_state_key"), "G2PO", "code", "group", "segment",
+        g2po, (*GROUP, "state_key", "next_state_key"), "G2PO", "reconstructed", "group", "segment",
     ),
     "gagpo": describe(gagpo, (*GROUP, "state_key"), "GAGPO", "reconstructed", "group", "segment"),
 }  # fmt: skip

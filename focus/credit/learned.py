@@ -12,6 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from focus.credit import primitives
+from focus.credit.hparams import is_off
 from focus.credit.rows import (
     group_advantage,
     group_of_segments,
@@ -299,6 +300,8 @@ def vis_critic(
 ) -> Credit:
     """Scores to go, standardised over all segments of the group.
 
+        G_j = score_j + r_j + discount G_{j+1},   A = (G - mean_g) / (std_g + eps)
+
     VisCritic (arXiv:2606.24525). Evidence: reconstructed.
 
     Args:
@@ -424,7 +427,7 @@ def sapo_2608_19842(
     rows = scored_rows(batch)
     segments = segments_of(batch, rows)
     rewards = segment_rewards(batch, rows, batch.outcome)
-    if invalid_penalty:
+    if not is_off(invalid_penalty):
         primitives.require_channels(batch, ("valid",), f"invalid_penalty={invalid_penalty}")
         rewards = rewards - jnp.where(segments & ~batch.valid, invalid_penalty, 0.0)
     value = jnp.where(segments, batch.value[:, :-1], 0.0)
@@ -452,6 +455,7 @@ SPECS: dict[str, EstimatorSpec] = {
     "step_agent": describe(
         step_agent, (*RETURN, "expert_score"), "StepAgent, arXiv:2411.03817", "reconstructed",
         "learned", "segment", cost="expert actions or discriminator",
+        default_inputs=("behaviour_logp", "ref_logp"),
     ),
     "sweet_rl": describe(
         sweet_rl, ("priv_logp", "ref_logp"), "SWEET-RL, arXiv:2503.15478", "code", "learned",

@@ -116,12 +116,10 @@ def grpo_lambda(
       `Credit`.
 
     Raises:
-      ValueError: unknown `profile`, or `discount * lambda_` outside [0, 1].
+      ValueError: unknown `profile`.
     """
     primitives.require_choice("profile", profile, ("recent", "both", "terminal"))
     decay = discount * lambda_
-    if not 0 <= decay <= 1:
-        raise ValueError(f"discount * lambda_ is {decay}; keep it within [0, 1]")
     rows = scored_rows(batch)
     mask = policy_tokens(batch, rows)
     scalar = group_advantage(batch, rows, ddof=ddof, eps=eps)
@@ -161,7 +159,10 @@ def tempo(batch: CreditBatch, *, ddof: int = 0, eps: float = 1e-6) -> Credit:
     mask = policy_tokens(batch, rows)
     total = returns(batch, rows)
     statistics = primitives.group_statistics(total, batch.group_id, rows, ddof=ddof)
-    reached = (batch.prefix_key >= 0) & rows[:, None]
+    # Behind a row's last token no prefix of its own is left, whatever the padding says.
+    length = jnp.max(jnp.where(mask, jnp.arange(1, mask.shape[1] + 1), 0), axis=1)
+    own = jnp.arange(batch.prefix_key.shape[1]) <= length[:, None]
+    reached = (batch.prefix_key >= 0) & own & rows[:, None]
     value = primitives.value_by_key(
         jnp.broadcast_to(statistics.centred[:, None], reached.shape), batch.prefix_key, reached
     )
@@ -200,6 +201,22 @@ def shapley_values(coalition: Array) -> Array:
     return jnp.matmul(coalition, weights, precision="highest")
 
 
+def _at_span_ends(x: Array, span: Array, mask: Array) -> Array:
+    """Values [B, n] of spans on their last tokens, [B, L]; of empty ones on the row's last."""
+    players, position = x.shape[1], jnp.arange(mask.shape[1])
+    kept = mask & (span >= 0) & (span < players)
+
+    def one_row(x, span, kept, mask):
+        at = jnp.where(kept, position, -1)
+        last = jax.ops.segment_max(at, jnp.where(kept, span, players), players + 1)[:-1]
+        whole = jnp.max(jnp.where(mask, position, -1))
+        where = jnp.where(last >= 0, last, whole)
+        worth = jnp.where(whole >= 0, x, 0.0)
+        return jnp.zeros(mask.shape, x.dtype).at[jnp.maximum(where, 0)].add(worth)
+
+    return jax.vmap(one_row)(x, span, kept, mask)
+
+
 def scar(
     batch: CreditBatch, *, alpha: float = 1.0, discount: float = 1.0, lambda_: float = 1.0,
     critic: bool = False,
@@ -208,7 +225,9 @@ def scar(
 
         r = alpha phi(span) at its last token + (1 - alpha) R at the row's last token
 
-    SCAR (arXiv:2505.20417). Evidence: reconstructed (the mixing).
+    Spans may stand in any order. One without a policy token of its own has its worth at the row's
+    last token, so that the rewards of a row always add up. SCAR (arXiv:2505.20417). Evidence:
+    reconstructed (the mixing).
 
     Args:
       batch: reads `coalition` [B, 2^n] and `segment_id` [B, L]; `token_value` when `critic`.
@@ -225,8 +244,7 @@ def scar(
     rows = scored_rows(batch)
     mask = policy_tokens(batch, rows)
     phi = shapley_values(jnp.where(rows[:, None], batch.coalition, 0.0))
-    spans = jnp.ones(phi.shape, bool)
-    dense = primitives.put_on_last_token(phi, spans, batch.segment_id, mask)
+    dense = _at_span_ends(phi, batch.segment_id, mask)
     rewards = alpha * dense + (1 - alpha) * token_rewards(batch, rows, mask)
     value = jnp.zeros_like(rewards)
     if critic:

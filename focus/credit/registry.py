@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from focus.credit import (
     baselines,
@@ -23,6 +22,7 @@ from focus.credit import (
     self_credit,
     token_level,
 )
+from focus.credit.hparams import check_kind, check_range
 from focus.credit.primitives import require_channels
 from focus.credit.spec import EstimatorSpec
 from focus.types import Credit, CreditBatch
@@ -39,26 +39,8 @@ ESTIMATORS: dict[str, EstimatorSpec] = {
 }
 
 
-# Kind of a default -> kinds that may stand in its place, and how to say so.
-_KINDS = {
-    bool: ((bool,), "True or False"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a word"),
-}
-
-
-def _kind(value: Any) -> type | None:
-    """Of a Python value or of an array, which may be traced; None: no hyperparameter has it."""
-    if not hasattr(value, "dtype"):
-        too_large = type(value) is int and abs(value) >= 2**31
-        return type(value) if type(value) in _KINDS and not too_large else None
-    families = ((bool, np.bool_), (int, jnp.integer), (float, jnp.floating))
-    return next((kind for kind, family in families if jnp.issubdtype(value.dtype, family)), None)
-
-
 def check_hparams(name: str, hparams: Mapping[str, Any], *, user: str = "") -> None:
-    """Checks names and kinds of hyperparameters.
+    """Checks names, kinds and ranges (`hparams.RANGES`) of hyperparameters.
 
     Args:
       name: key of `ESTIMATORS`.
@@ -66,7 +48,7 @@ def check_hparams(name: str, hparams: Mapping[str, Any], *, user: str = "") -> N
       user: who set them, for the message.
 
     Raises:
-      ValueError: an unknown one, or one of another kind than its default.
+      ValueError: an unknown one, one of another kind than its default, or out of range.
     """
     defaults = ESTIMATORS[name].hparams
     unknown = sorted(set(hparams) - set(defaults))
@@ -75,11 +57,11 @@ def check_hparams(name: str, hparams: Mapping[str, Any], *, user: str = "") -> N
             f"{user}{name} has no hyperparameter {', '.join(unknown)}; it has {sorted(defaults)}"
         )
     for key, value in hparams.items():
-        kinds, said = _KINDS.get(type(defaults[key]), ((), ""))
-        if kinds and _kind(value) not in kinds:
-            raise ValueError(
-                f"{user}{name}: {key}={value!r} must be {said}; the default is {defaults[key]!r}"
-            )
+        try:
+            check_kind(defaults[key], value)
+            check_range(key, value)
+        except ValueError as error:
+            raise ValueError(f"{user}{name}: {key}={value!r} {error}") from None
 
 
 def estimate(name: str, batch: CreditBatch, **hparams: Any) -> Credit:
@@ -91,11 +73,12 @@ def estimate(name: str, batch: CreditBatch, **hparams: Any) -> Credit:
       **hparams: overrides of `ESTIMATORS[name].hparams`.
 
     Returns:
-      `Credit`; never normalised over the batch.
+      `Credit`. Advantages are normalised over the batch by those methods alone that are defined
+      so, and have an argument `whiten` that says it.
 
     Raises:
       ValueError: unknown name or hyperparameter, a hyperparameter of another kind than its
-        default, no estimator, or a channel that the batch lacks.
+        default or out of range, no estimator, or a channel that the batch lacks.
     """
     if name not in ESTIMATORS:
         raise ValueError(f"estimator {name!r} is unknown; choose one of {sorted(ESTIMATORS)}")

@@ -16,6 +16,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from focus.credit import primitives
+from focus.credit.hparams import is_off
 from focus.types import Array, Credit, CreditBatch
 
 # --- who takes part ------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def token_rewards(batch: CreditBatch, rows: Array, mask: Array, *, kl_coef: floa
     rewards = primitives.put_on_last_token(
         rewards, segments_of(batch, rows), batch.token_segment, mask
     )
-    if kl_coef:
+    if not is_off(kl_coef):
         primitives.require_channels(batch, ("ref_logp",), f"kl_coef={kl_coef}")
         rewards -= primitives.log_ratio(batch.behaviour_logp, batch.ref_logp, mask, beta=kl_coef)
     return rewards

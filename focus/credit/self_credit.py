@@ -85,9 +85,9 @@ def self_credit(
 
     In successes, the answer (`is_answer`) and tokens of summaries (`summary_mask`) count as cited
     and unmatched where the batch has those channels. Such tokens belong to a segment whose turn
-    has a weight of its own; with `conserve` they share it. Evidence: paper; the standard
-    deviation and whether a row counts itself are not stated there. Weights are positive, so signs
-    stay.
+    has a weight of its own; with `conserve` they share it. Self-Credit (no arXiv number is known
+    here). Evidence: paper; the standard deviation and whether a row counts itself are not stated
+    there. Weights are positive, so signs stay.
 
     Args:
       batch: reads `cited` [B, S], `progress` [] and `match_class` [B, S] or, with
@@ -143,6 +143,6 @@ def self_credit(
 SPECS: dict[str, EstimatorSpec] = {
     "self_credit": describe(
         self_credit, (*GROUP, "success", "cited", "progress"), "Self-Credit", "paper", "group",
-        "segment", cost="a summary that cites",
+        "segment", cost="a summary that cites", default_inputs=("match_class",),
     ),
 }  # fmt: skip

@@ -20,6 +20,8 @@ class EstimatorSpec:
         what they take.
       inputs: channels of the batch that it reads beyond the masks. A conditional one (needed by
         one setting of a hyperparameter) is checked by `fn`.
+      default_inputs: what it reads besides under the defaults of its hyperparameters, and not
+        under every setting; of channels that can replace each other, the one that is asked for.
       hparams: name -> default.
       reference: paper.
       evidence: how the definition is known: released "code", the "paper"'s text, or
@@ -42,6 +44,7 @@ class EstimatorSpec:
     min_group_size: int = 1
     cost: str = "none"
     kind: Kind = "estimator"
+    default_inputs: tuple[str, ...] = ()
 
 
 # What almost every estimator reads: a row's return, and what it is compared with.

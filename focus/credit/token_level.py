@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from focus.credit import primitives
+from focus.credit.hparams import is_off, is_traced
 from focus.credit.rows import (
     policy_tokens,
     returns,
@@ -127,7 +128,7 @@ def bilevel_gae(
 ) -> Credit:
     """GAE over segments, whose result is the reward of a GAE inside each segment.
 
-        the last token of segment j is rewarded A_j + V_j; token traces stop at segment borders
+        r_t = A_j + V_j at the last token of segment j, else 0;   token traces stop at its borders
 
     VAGEN (arXiv:2510.16907). Evidence: code. A segment's value is read at its last token.
 
@@ -212,7 +213,7 @@ def overlong_penalty(length: Array, *, max_length: int, buffer: int, factor: flo
     Raises:
       ValueError: `buffer` is not in [1, max_length].
     """
-    if not 1 <= buffer <= max_length:
+    if not (is_traced(buffer) or is_traced(max_length)) and not 1 <= buffer <= max_length:
         raise ValueError(f"buffer={buffer} must lie in [1, max_length={max_length}]")
     return jnp.minimum(-(length - (max_length - buffer)) / buffer * factor, 0.0)
 
@@ -248,6 +249,7 @@ def dapo(
     Args:
       batch: core channels only.
       max_length, buffer, factor: see `overlong_penalty`; `max_length` 0 is without penalty.
+        Traced, they are not checked.
       drop_flat_groups: tokens of groups whose returns, before the penalty, are all equal leave
         the loss. The sampler that refills the batch is a controller.
       ddof, eps: see `baselines.grpo`.
@@ -260,11 +262,10 @@ def dapo(
     """
     rows = scored_rows(batch)
     total = returns(batch, rows)
-    if max_length:
+    if not is_off(max_length):
         length = jnp.sum(policy_tokens(batch, rows), axis=1)
-        total = total + overlong_penalty(
-            length, max_length=max_length, buffer=buffer, factor=factor
-        )
+        penalty = overlong_penalty(length, max_length=max_length, buffer=buffer, factor=factor)
+        total = total + jnp.where(max_length > 0, penalty, 0.0)
     if drop_flat_groups:
         rows = rows & groups_with_spread(batch)
     scalar = primitives.group_normalise(total, batch.group_id, rows, ddof=ddof, eps=eps)

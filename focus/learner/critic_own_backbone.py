@@ -306,7 +306,8 @@ class BackboneCritic(CriticReader):
             norm = float(jax.device_get(self._norm(gradient)))
             self._check(float(sum(jax.device_get(parts))), norm)
             norms.append(norm)
-            trained, opt_state = self._apply(trained, opt_state, gradient)
+            if norm > 0:  # momentum must not move an idle critic
+                trained, opt_state = self._apply(trained, opt_state, gradient)
         critic = head.CriticParams(trained["heads"], state.critic.fixed)
         hidden = packed.states_to_trajectories(self._read(trained["backbone"], packed.rows))
         now = np.where(evidence.mask[:, None], hidden[tuple(index.T)], 0.0)
@@ -317,7 +318,7 @@ class BackboneCritic(CriticReader):
         metrics |= {
             "value_loss_before": before["value_loss"],
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "num_updates": float(len(norms)),
+            "num_updates": float(np.count_nonzero(norms)),
             "evidence_rows": float(np.sum(everything.mask)),
         }
         return BackboneCriticState(critic, trained["backbone"], opt_state, posterior), metrics
