@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 # Kind of a default -> kinds that may stand in its place, and how to say so.
 _KINDS = {
@@ -41,7 +41,7 @@ RANGES: dict[str, str] = {
 
 def is_traced(value: Any) -> bool:
     """Whether a value will only be known when the program runs."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def is_off(value: Any) -> bool:
