@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -32,6 +33,23 @@ def _locked(path):
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+# Every compiled program is mapped into memory in pieces, and a process may have 65,530 of them. At
+# the limit XLA ends it.
+MOST_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_maps():
+    """Lets go of compiled programs before a process that ran many files has too many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -501,7 +501,7 @@ def test_the_command_of_the_readme_trains_and_a_resume_changes_not_a_bit(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": -1}, "lora.rank must be >= 1, got -1"),
+        ({"rank": -1}, "lora.rank must be a whole number >= 0, got -1"),
         ({"rank": 4, "targets": ()}, "lora.targets is a tuple of names"),
         ({"rank": 4, "targets": ("wq",)}, "no such projection; it has q_proj"),
         ({"rank": 64}, "lora.rank 64 is more than q_proj"),

@@ -55,7 +55,7 @@ def make_config(directory, **overrides):
     )
     config.learner.update(row_length=1536, micro_rows=1, max_nodes=16, max_states=16)
     config.evaluate.update(every=1, num_tasks=2)
-    config.critic.update(pretrain_episodes=0, warmup_steps=1)  # no episodes to learn from
+    config.critic.update(pretrain_episodes=0, warmup_steps=0)  # no episodes to learn from
     config.update_from_flattened_dict(overrides)
     return config
 
